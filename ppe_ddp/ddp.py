@@ -136,7 +136,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._precision = Precision(mixed_precision)
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         self._synchronizes = True
-        self._is_copy = False
+        self._is_copy = self._is_apart = False
         self._module_state = self._list_tensors()
         self._inputs = Inputs(module)
         self._options.check_device(self._inputs.device)
@@ -150,7 +150,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _list_tensors(self) -> ModuleState:
         module_state = ModuleState(self.module, self._ignored())
         if dist.is_initialized():
-            check_meshes(self.module, module_state.distributed_tensors(), self._group.group())
+            drops_steps = bool(self._options.check_for_nan_in_grad)
+            check_meshes(self.module, module_state.distributed_tensors(), self._group.group(), drops_steps=drops_steps)
         return module_state
 
     def _start(self, *, synchronize: bool) -> None:
@@ -180,6 +181,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         )
         self._reducer.use_module(self._module_state)
         self._reducer.enabled = self._synchronizes
+        self._reducer.synchronizer.weights.is_refused = self._is_apart
         self._use_hooks()
         if synchronize:
             self._reducer.synchronizer.negotiation.check()
@@ -226,7 +228,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         assert reducer is not None
         reducer.check()
         # A recovery comes first: in it the other ranks speak of the module as it was.
-        if reducer.recover() and not self._module_state.is_current():
+        if reducer.recover() and not self._module_state.is_current(self.module):
             with reducer.looking_at_module():
                 module_state = self._list_tensors()
                 reducer.synchronizer.check_module(module_state)
@@ -253,7 +255,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if reducer is not None and synchronizes:
             reducer.synchronizer.begin_step()
             reducer.synchronizer.times.begin_forward()
-        if reducer is not None and is_in_join(self):
+        # torch does not take back what it sets at the beginning of join(); DdpJoinHook does at its end.
+        if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
             Join.notify_join_context(self)
         if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
             self._hooks.buffers.before_forward(self._module_state.buffers())
@@ -298,12 +301,15 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def train_apart(self, apart: bool = True) -> None:
         """Let each rank train by itself, as ``LocalSGD`` does; on all ranks together.
 
-        Backwards are not synchronized, ``weigh()`` is refused in them, and parameters are not compared any more.
+        Backwards are not synchronized, ``weigh()`` is refused in them, and parameters are not compared any more. What
+        a compressor keeps is dropped at each change: it is of gradients, or of what parameters have changed by.
 
         Args:
             apart: False synchronizes backwards again. Parameters are still not compared.
         """
-        self.require_backward_grad_sync = not apart
+        if apart != self._is_apart:
+            self._hooks.comm_state.clear()
+        self.require_backward_grad_sync, self._is_apart = not apart, apart
         self._options = replace(self._options, check_drift=False)
         if self._reducer is not None:
             self._reducer.synchronizer.train_apart(apart)
@@ -329,7 +335,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         second, and the next step works on all ranks. On this rank ``.grad`` is what it has computed. Not needed where
         a backward has raised, or the communication: the others know of that, and the call does nothing before the next
         forward. Needed where a rank raises between them, as in its loss, and goes on with the next step. In a second
-        step without a forward call :meth:`finish_grad_sync` instead.
+        step without a forward call :meth:`finish_grad_sync` instead. Wrong where the backward has come to its end, as
+        in an optimizer's step that raises: it would give up the next step.
         """
         if (reducer := self._reducer) is not None:
             reducer.abort(reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
+from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.module import local_tensor
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 def _announce(groups: Groups) -> None:
     """Tell the ranks that have joined, before its first message, that a synchronization begins; does not wait."""
-    dist.all_reduce(torch.tensor([1]), dist.ReduceOp.MAX, group=groups.control, async_op=True)
+    with suppress(CommunicationError):  # the mask, in the same connections, fails as well
+        dist.all_reduce(torch.tensor([1]), dist.ReduceOp.MAX, group=groups.control, async_op=True)
 
 
 def _any_announces(groups: Groups) -> bool:
@@ -79,17 +82,35 @@ class DdpJoinHook(JoinHook):
             self._listening = self._thread.submit(self._listen, self._reducer)
 
     def _listen(self, reducer: Reducer[BucketSynchronizer]) -> None:
-        self._before()
-        while _any_announces(reducer.groups):
-            reducer.finish(silent=True)
+        while self._hears(reducer):
+            with suppress(PeerAbortedError, NonFiniteGradientError):  # the others leave that step out, and go on
+                reducer.finish(silent=True)
+
+    def _hears(self, reducer: Reducer[BucketSynchronizer]) -> bool:
+        """Whether the others begin a synchronization; connects with them again where a step has failed before."""
+        while True:
             self._before()
+            self._connect(reducer)
+            try:
+                return _any_announces(reducer.groups)
+            except Exception as error:
+                told = reducer.groups.fail(error, "begun") or error
+                if not isinstance(told, PeerAbortedError):
+                    raise told from error
+                if told.step is not None and told.step > reducer.groups.step:
+                    reducer.groups.begin_step()  # the one that they would have announced
+
+    def _connect(self, reducer: Reducer[BucketSynchronizer]) -> None:
+        while reducer.synchronizer.is_closed:
+            with suppress(PeerAbortedError):  # failed again: the next attempt is the others' next step
+                Completion(reducer.synchronizer.renewing(), reducer.groups).finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that went on to the end."""
         if self._listening is not None:
             self._listening.result()
         elif self._reducer is not None:
-            _any_announces(self._reducer.groups)  # no: those that listen may stop
+            self._hears(self._reducer)  # no: those that listen may stop
         self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:
@@ -102,4 +123,5 @@ class DdpJoinHook(JoinHook):
         pending = broadcast(state, groups.buckets, source=int(last.item()))
         if pending is not None:
             pending.wait()
+        groups.await_start()
         reducer.synchronizer.note_buffers()

@@ -89,6 +89,7 @@ class _Weigh(torch.autograd.Function):
 
         at_end_of_backward(end)
         ctx.end = weakref.ref(end)  # which lives as long as the graph task
+        Weights.look_all()  # no gradient has arrived yet: tied parameters may, before a backward comes to each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.factor, None
 
@@ -112,7 +113,11 @@ class Weights:
         is_refused: Whether each rank trains by itself, where a count has no meaning.
     """
 
+    _all: ClassVar[weakref.WeakSet[Weights]] = weakref.WeakSet()
+
     def __init__(self, is_nonzero: Callable[[Any], bool]) -> None:
+        self._all.add(self)
+        self._before: tuple[int, bool, list[tuple[int, int]]] = (-1, False, [])  # the graph task, and what it found
         self.parameters: Sequence[_Parameter] = ()
         self._is_nonzero = is_nonzero
         self._is_executed = node_is_executed()
@@ -146,18 +151,29 @@ class Weights:
                 "weigh() averages over the samples of all ranks, and LocalSGD or DiLoCo lets each rank train by "
                 "itself: call backward() on the loss itself"
             )
-        has_gradients = self._has_gradients(but=arrived)
+        if self._before[0] == task:
+            _, has_gradients, versions = self._before
+        else:
+            has_gradients, versions = self._has_gradients(but=arrived), self._versions()
         if has_gradients and not self.is_weighed:
             raise UnusableError(
                 "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
                 "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
             )
-        if not has_gradients and self._left != self._versions():
+        if not has_gradients and self._left != versions:
             self.settle()  # the user has dropped what was weighed before
         self._left = None
         at_end_of_backward(self._remember)
         self._counted.update(behind)
         self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
+
+    @classmethod
+    def look_all(cls) -> None:
+        """A backward begins: note which gradients there are, in each wrapper."""
+        task = graph_task()
+        for weights in list(cls._all):
+            if weights._before[0] != task:
+                weights._before = task, weights._has_gradients(), weights._versions()
 
     def _has_gradients(self, but: int | None = None) -> bool:
         return any(

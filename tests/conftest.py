@@ -73,7 +73,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    _mark_every_second(items)
+    _mark_many(items)
     if not config.getoption("--long"):
         long = [item for item in items if _is_long(item)]
         items[:] = [item for item in items if item not in long]
@@ -88,11 +88,11 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason=reason()))
 
 
-def _mark_every_second(items):
+def _mark_many(items):
     """Of options of the wrapper times something else, every second test is long, as on a chessboard.
 
     Each value is tested, with half of the values of the other parameters. So it is with other tests on ranks that have
-    many cases; of one parameter it is every second value.
+    many cases; of one parameter it is every second value. Where there are very many, two of three are long.
     """
     short = [item for item in items if _needs_ranks(item) and not _is_long(item)]
     counts = Counter((item.path, item.originalname) for item in short if item.path.stem not in _ALL_VALUES)
@@ -104,11 +104,11 @@ def _mark_every_second(items):
             for names in axes:
                 of_axis = places[(item.path, item.originalname, *names)]
                 total += of_axis.setdefault(tuple(id(item.callspec.params[name]) for name in names), len(of_axis))
-            if total % 2:
+            if total % (3 if counts[item.path, item.originalname] >= _VERY_MANY else 2):
                 item.add_marker("long")
 
 
-_MANY = 6
+_MANY, _VERY_MANY = 4, 12
 # What these cost is the start of their ranks, which many tests share.
 _ALL_VALUES = {"test_mpi_backend", "test_shm_backend"}
 

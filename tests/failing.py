@@ -338,8 +338,8 @@ def hold_told_wait(**options):
     telling, log = Telling(store), logging.getLogger("ppe_ddp")
     log.addHandler(telling)
     try:
-        with mock.patch.object(failures, "_TELL_SECONDS", 0.3):
-            square(wrapper, rank)
+        square(wrapper, rank)
+        with mock.patch.object(failures, "_TELL_SECONDS", 1.0):
             if rank == last:
                 store.wait(["has told"], timedelta(seconds=SECONDS))
             square(wrapper, rank)
@@ -348,7 +348,7 @@ def hold_told_wait(**options):
     dist.barrier()
     if rank == last:
         store.delete_key("has told")
-    needs = rf"rank 0: step \d+ has waited for 0 s for rank {last}, which has not come \(it had completed step \d+ and"
+    needs = rf"rank 0: step \d+ has waited for 1 s for rank {last}, which has not come \(it had completed step \d+ and"
     assert all(re.match(needs, text) for text in telling.texts), telling.texts
     assert bool(telling.texts) == (rank == 0)
 

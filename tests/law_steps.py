@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -298,6 +298,9 @@ class Reference:
         world_size: How many ranks to be.
     """
 
+    absent: Collection[int] = ()
+    """Ranks that have run out of inputs, and do nothing."""
+
     def __init__(self, module: nn.Module, world_size: int) -> None:
         self._copies = [copy.deepcopy(module) for _ in range(world_size)]
         self._parameters = [dict(twin.named_parameters()) for twin in self._copies]
@@ -329,6 +332,7 @@ class Reference:
         runs = [
             perform(step, _LocalSubject(twin), recipe, number, rank=rank, world_size=count, device=device)
             for rank, twin in enumerate(self._copies)
+            if rank not in self.absent
         ]
         for _ in zip(*runs, strict=True):
             yield self._average()

@@ -58,7 +58,7 @@ def trained_alone(count, *, accumulated=1, clip=None, items=lambda _: 1):
     optimizer = sgd(module)
     for step in range(0, count, accumulated):
         optimizer.zero_grad()
-        some = range(RANKS * step, RANKS * (step + accumulated))
+        some = [i for i in range(RANKS * step, RANKS * (step + accumulated)) if items(i)]
         for i in some:
             (module.loss(i) * items(i) / sum(map(items, some))).backward()
         if clip is not None:

@@ -7,10 +7,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import test_megatron_graphs as graphs
 from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, PpeDdpError
+from ppe_ddp.megatron import DistributedDataParallel as Megatron
+from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
 
@@ -247,9 +250,46 @@ def test_what_megatrons_wrapper_has_accumulated_is_kept(sharded):
     graphs.hold(model, graphs.mean_of(model.module, *((r, 2, {"taken": [r]}) for r in range(2))))
 
 
+def blow(_):
+    raise Broken("blown")
+
+
 def assert_same(tables, others):
     assert tables.keys() == others.keys()
     assert all(torch.equal(table, others[name]) for name, table in tables.items())
+
+
+@pytest.mark.parametrize("ways", [("hook", "loss"), ("loss", "hook"), ("loss",), ("hook",)], ids=" ".join)
+@on_two_ranks
+def test_megatrons_wrapper_after_a_failure_of_which_the_failing_rank_had_not_heard(ways):
+    """Rank 0 fails with connections that rank 1 has closed: it has no part in rank 1's attempt to connect again."""
+    rank, store, has_averages = dist.get_rank(), dist.distributed_c10d._get_default_store(), f"averages {ways}"
+    model = Megatron(None, DistributedDataParallelConfig(overlap_grad_reduce=True), nn.Linear(4, 2))
+    fates = ["", "behind", *ways, "", ""]
+    for step, way in enumerate(fates):
+        gives_up = way and rank == (way == "behind")
+        model.zero_grad_buffer()
+        loss = model(torch.ones(3, 4)).sum()
+        handle = model.module.weight.register_hook(blow) if gives_up and way == "hook" else None
+        try:
+            if gives_up and way == "loss":
+                model.abort_grad_sync("behind forward")
+            else:
+                loss.backward()
+            if gives_up and way == "behind":
+                store.wait([has_averages])
+                model.abort_grad_sync("behind backward")
+            model.finish_grad_sync()
+            assert not gives_up
+            assert way in ("", "behind")
+            assert torch.equal(model.module.weight.main_grad, torch.full((2, 4), 3.0))
+        except (Broken, PeerAbortedError):
+            assert way
+            model.abort_grad_sync("in an except for any error")  # which all know of
+        if handle is not None:
+            handle.remove()
+        if rank == 0 and step == 1:
+            store.set(has_averages, "")
 
 
 def test_megatrons_wrapper_on_one_rank(tmp_path):
@@ -266,3 +306,34 @@ def test_megatrons_wrapper_on_one_rank(tmp_path):
             graphs.hold(model, graphs.mean_of(model.module, (0, 1, {"taken": [1]})))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["the rank that has failed", "both"])
+@pytest.mark.parametrize("blocks", [False, True])
+@on_two_ranks
+def test_of_two_wrappers_in_one_backward_the_one_that_has_not_failed_goes_on(blocks, who):
+    """Its step is over, with its averages: what is given up would be the next one."""
+    step = 0
+
+    def average(bucket, group):
+        if step == 1 and dist.get_rank() == 1:
+            raise MemoryError("planned")
+        work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=not blocks)
+        return None if blocks else work
+
+    modules = [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    failing, other = (DistributedDataParallel(modules[0], reduce_function=average), DistributedDataParallel(modules[1]))
+    for step in range(4):
+        for module in modules:
+            module.zero_grad()
+        x = torch.full((1, 4), float((step + 1) * (dist.get_rank() + 1)))
+        try:
+            (failing(x).sum() + other(x).sum()).backward()
+        except (MemoryError, PpeDdpError):
+            assert step == 1
+            for wrapper in (failing, other) if dist.get_rank() in who else ():
+                wrapper.abort_grad_sync()
+            continue
+        assert step != 1
+        for module in modules:
+            assert torch.equal(module.weight.grad, torch.full((4, 4), (step + 1) * 1.5))

@@ -1,7 +1,9 @@
 """Accelerate's methods on a model that is wrapped in this library's class: as one process."""
 
+import os
+import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import Checkpointer, DistributedDataParallel
 from rank_tests import on_two_ranks
 from routed import Counter, RoutedNet, assert_trained, indices, items_of, made, sgd, started_by_torchrun, trained_alone
-from subprocesses import MPIRUN, needs_mpirun, run
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 # Not imported here: that takes seconds, and every worker collects every file.
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate: the extra [dev]")
@@ -62,13 +64,15 @@ def test_accumulated_and_clipped():
     assert counter.steps == 2
 
 
+@pytest.mark.parametrize("count", [12, 9, 7], ids=["even", "one batch less on rank 1", "one step less on rank 1"])
 @on_two_ranks
-def test_losses_of_several_items():
+def test_losses_of_several_items(count):
     with accelerator(gradient_accumulation_steps=3) as own:
         net = made()
-        model, optimizer, loader = own.prepare(net, sgd(net), DataLoader(range(12), batch_size=1))
-        steps(own, model, optimizer, loader, items=items_of)
-        assert_trained(net, trained_alone(6, accumulated=3, items=items_of))
+        model, optimizer, loader = own.prepare(net, sgd(net), DataLoader(range(count), batch_size=1))
+        with nullcontext() if count == 12 else own.join_uneven_inputs([model], even_batches=False):
+            steps(own, model, optimizer, loader, items=items_of)
+        assert_trained(net, trained_alone(6, accumulated=3, items=lambda i: items_of(i) if i < count else 0))
 
 
 @on_two_ranks
@@ -133,6 +137,47 @@ def test_mixed_precision():
         own.backward(output.sum())
         assert isinstance(own.unwrap_model(model, keep_fp32_wrapper=False), RoutedNet)
         model.check_in_sync()
+
+
+def train_in_a_cell(folder, interrupted):
+    """What a rank of a notebook runs; if it is to be `interrupted`, one waits there and the other in its backward."""
+    from ppe_ddp.integrations.accelerate import Accelerator
+
+    own = Accelerator(cpu=True)
+    net = made()
+    model, optimizer = own.prepare(net, sgd(net))
+    checkpointer = Checkpointer(folder, {"model": model, "optimizer": optimizer.optimizer})
+    restored = checkpointer.load()
+    for step in range(0 if restored is None else restored.step, 6):
+        if interrupted and step == 4 and own.process_index == 0:
+            os.kill(os.getppid(), signal.SIGINT)
+            signal.pause()
+        steps(own, model, optimizer, indices(6)[step : step + 1])
+        if step == 2:
+            checkpointer.save(step + 1)
+    assert_trained(net, trained_alone(6))
+
+
+def run_cells(folder):
+    """The second of two cells goes on where the first was interrupted."""
+    from accelerate import notebook_launcher
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    for cell, ends in enumerate((pytest.raises(SignalException), nullcontext())):
+        meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "rdzv_id": str(cell)}
+        with ends:
+            notebook_launcher(train_in_a_cell, (folder, cell == 0), num_processes=2, **meeting)
+    print("trained")
+
+
+@pytest.mark.long
+def test_a_notebook_is_interrupted_and_goes_on(tmp_path):
+    folder = Path(__file__).parent
+    words = ["-c", f"import test_accelerate; test_accelerate.run_cells({str(tmp_path)!r})"]
+    code, output, errors = run(
+        [*warm_python(), *words], timeout=90, environment={"PYTHONPATH": f"{folder.parent}:{folder}"}
+    )
+    assert (code, "trained" in output) == (0, True), errors
 
 
 def train_under_mpirun():

@@ -220,6 +220,13 @@ def test_wrong_variables_of_a_launcher_are_told(monkeypatch):
     assert doctor.launcher_here().startswith("its variables are wrong: WORLD_SIZE")
 
 
+def test_of_the_ranks_of_a_job_the_first_tells(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["env"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_a_library_is_asked_apart_from_this_process(tmp_path, monkeypatch):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: pass\n")

@@ -59,7 +59,8 @@ def walk(step):
 def residuals(wrapper):
     """The mean of what is kept, by name: by every rank, or by one of each node."""
     found = {}
-    state = wrapper.comm_state_dict()["parameters"]
+    state = wrapper.comm_state_dict()
+    state = (state[0] if isinstance(state, list) else state)["parameters"]  # Megatron's has one for each kind
     for name, parameter in wrapper.module.named_parameters():
         kept = state.get(name, {}).get("residual")
         number = torch.tensor(float(kept is not None))

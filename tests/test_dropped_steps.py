@@ -13,7 +13,7 @@ from torch import nn
 from library_warnings import without_warnings
 from node_worlds import in_own_world
 from one_process import Routes, assert_same_on_all_ranks, data, mean_gradients, seeded
-from ppe_ddp import DistributedDataParallel, PpeDdpError
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PpeDdpError
 from ppe_ddp.compression import (
     ByParameter,
     Compressor,
@@ -159,46 +159,113 @@ def nothing_is_lost(name, options, fates):
 
 
 class Towers(nn.Module):
-    """Two towers that share nothing."""
+    """Two towers that share nothing, and a table."""
 
-    def __init__(self):
+    def __init__(self, *, sparse):
         super().__init__()
         self.towers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.table = nn.Embedding(8, 16, sparse=sparse)
 
-    def forward(self, x):
-        return [tower(x).pow(2).sum() for tower in self.towers]
+    def forward(self, x, *, factors=(1.0, 1.0, 1.0)):
+        losses = [tower(x).pow(2).sum() for tower in self.towers]
+        losses.append(self.table(torch.arange(3)).sum())
+        return sum(factor * loss for factor, loss in zip(factors, losses, strict=True))
 
 
-@pytest.mark.parametrize("cap", [25, 1e-4], ids=["one bucket", "two buckets"])
+INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """One step of two optimizers under a scaler.
+
+    Attributes:
+        factors: Of the losses of both towers and of the table on the last rank.
+        leaves: Which optimizer the loop does not step.
+        fails: Whether the loss raises on rank 0.
+    """
+
+    factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    leaves: int | None = None
+    fails: bool = False
+
+    def is_taken(self, k):
+        """Whether the optimizer of tower ``k`` updates it."""
+        own = self.factors[:1] if k == 0 else self.factors[1:]
+        return self.leaves != k and not self.fails and INF not in own
+
+
+NOBODY = None  # has a gradient
+OF_SCALER = {
+    "one is infinite": [Scaled(), Scaled((1.0, INF, 1.0)), Scaled(), Scaled((1.0, INF, 1.0), leaves=0), Scaled()],
+    "then nobody has a gradient": [Scaled(), Scaled((1.0, INF, 1.0)), NOBODY, Scaled()],
+    "then one fails": [Scaled(), Scaled((1.0, INF, 1.0)), Scaled(fails=True), Scaled()],
+    "the table is infinite": [Scaled(), Scaled((1.0, 1.0, INF)), Scaled()],
+}
+
+
+@pytest.mark.parametrize("steps", OF_SCALER.values(), ids=OF_SCALER)
+@pytest.mark.parametrize("kind", ["one bucket", "two buckets", "sharded", "megatron"])
 @on_two_ranks
-def test_of_two_optimizers_under_a_scaler_the_one_that_steps_commits(cap):
-    module = seeded(Towers)
-    wrapper = DistributedDataParallel(module, bucket_cap_mb=cap)
-    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
-    optimizers = [torch.optim.SGD(tower.parameters(), lr=0.0) for tower in module.towers]
-    total = {name: torch.zeros_like(parameter) for name, parameter in module.named_parameters()}
+def test_of_two_optimizers_under_a_scaler_the_one_that_steps_commits(kind, steps):
+    module, compressor = seeded(Towers, sparse="buckets" in kind), ErrorFeedback(TopK(0.1, min_numel=0))
+    if kind == "megatron":
+        config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+        wrapper = MegatronDataParallel(None, config, module, reduce_function=compressor)
+    else:
+        wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-4 if kind == "two buckets" else 25)
+        wrapper.register_comm_hook(compressor)
+    first, second = module.towers
+    optimizers = [torch.optim.SGD(own, lr=0.0) for own in ([first.weight], [second.weight, module.table.weight])]
+    if kind == "sharded":
+        optimizers = [DistributedOptimizer(one, wrapper) for one in optimizers]
+    names = [f"towers.{k}.weight" for k in range(2)]
+    total = {name: torch.zeros(16, 16) for name in names}
     handed = copy.deepcopy(total)
 
-    def backward(model, rank, number, factors=(1.0, 1.0), scale=lambda loss: loss):
-        losses = model(data(5, 16, rank=rank, step=number))
-        scale(sum(factor * loss for factor, loss in zip(factors, losses, strict=True))).backward()
+    def backward(model, rank, number, scaler=None, step=NOBODY):
+        if step is not NOBODY and step.fails and rank == 0:
+            raise Boom
+        factors = step.factors if step is not NOBODY and rank else (1.0, 1.0, 1.0)
+        loss = model(data(5, 16, rank=rank, step=number), factors=factors)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if kind == "megatron" and scaler is not None:
+            model.finish_grad_sync()
+            for parameter in module.parameters():
+                parameter.grad = parameter.main_grad
 
-    for number in range(6):
-        factors = (1.0, float("inf") if number in (1, 3) and dist.get_rank() else 1.0)
+    for number, step in enumerate(steps):
         expected = mean_gradients(module, lambda model, rank, number=number: backward(model, rank, number))
-        wrapper.zero_grad()
+        wrapper.zero_grad_buffer() if kind == "megatron" else wrapper.zero_grad()
+        if step is NOBODY:
+            wrapper.finish_grad_sync()
+            continue
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-        backward(wrapper, dist.get_rank(), number, factors, scaler.scale)
+        try:
+            backward(wrapper, dist.get_rank(), number, scaler, step)
+        except (Boom, PpeDdpError):
+            assert step.fails
+            wrapper.abort_grad_sync()
+            continue
         for k, optimizer in enumerate(optimizers):
-            if k or number != 3:  # in step 3 nobody steps the first tower: its step is dropped as well
+            if k != step.leaves:
                 scaler.step(optimizer)
-            if number not in ((3,), (1, 3))[k]:
-                name = f"towers.{k}.weight"
-                total[name] += expected[name]
-                handed[name] += module.towers[k].weight.grad
+            if step.is_taken(k):
+                total[names[k]] += expected[names[k]]
+                handed[names[k]] += whole_gradient(optimizer, module.towers[k].weight)
     kept = residuals(wrapper)
-    for name in total:
+    for name in names:
         torch.testing.assert_close(handed[name] + kept[name], total[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def whole_gradient(optimizer, parameter):
+    """The average of ``parameter``, gathered where each rank has a share."""
+    if not isinstance(optimizer, DistributedOptimizer):
+        return parameter.grad
+    own = optimizer.param_groups[0]["params"][0].grad
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own)
+    return torch.cat(parts).view(parameter.shape)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

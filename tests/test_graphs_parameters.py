@@ -373,3 +373,12 @@ def test_a_module_without_parameters_or_with_frozen_ones_only():
     wrapper = DistributedDataParallel(frozen)
     F.mse_loss(wrapper(x), torch.zeros(3, 2)).backward()
     assert frozen.weight.grad is None
+
+
+@on_two_ranks
+def test_another_module_in_the_place_of_the_wrapped_one():
+    first, second = seeded(mlp, 4, 2), seeded(mlp, 4, 3, 2)
+    wrapper = DistributedDataParallel(first)
+    for module in (first, second, first):
+        wrapper.module = module
+        hold(wrapper, rounds=2)

@@ -3,6 +3,7 @@
 import copy
 import shutil
 import tempfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from one_process import data, mlp, seeded
 from parallel_layers import Toy, reference_gradients, whole
+from ppe_ddp import PeerAbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -291,3 +293,28 @@ def test_clipping_needs_to_know_what_is_split():
         else:
             with pytest.raises(ValueError, match=r"set parameter\.tensor_model_parallel"):
                 optimizer.clip_grad_norm_(1.0)
+
+
+@on_two_ranks
+def test_where_no_layer_is_split_a_step_that_fails_on_one_rank_is_made_good_by_the_next():
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, seeded(mlp, 5, 4, 3))
+    inner = torch.optim.SGD(model.module.parameters(), lr=0.1)
+    optimizer = optim.DistributedOptimizer(inner, model)
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for step in range(4):
+        handle = inner.register_step_pre_hook(fail) if step == 1 and dist.get_rank() == 0 else None
+        model.zero_grad_buffer()
+        model(data(2, 5, rank=dist.get_rank(), step=step)).sum().backward()
+        finalize_model_grads([model])
+        with pytest.raises((ArithmeticError, PeerAbortedError)) if step == 1 else nullcontext():
+            optimizer.step()
+        if handle is not None:
+            handle.remove()
+    for parameter in model.module.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(everyone, parameter.detach())
+        assert torch.equal(*everyone)

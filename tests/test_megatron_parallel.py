@@ -12,13 +12,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
-from ppe_ddp import DisagreementError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ParallelGroups,
     finalize_model_grads,
 )
+from ppe_ddp.optim import clip_grad_norm_
 from rank_tests import on_four_ranks, on_two_ranks
 
 MICROS = 2
@@ -386,3 +387,297 @@ def test_who_raises_after_the_last_sum_is_told_of_at_the_next_one():
             assert model.module.of_interest.main_grad.tolist() == [2.0] * 12
     logger.setLevel(level)
     assert ("were complete" in said.getvalue()) == (dist.get_rank() == 0)
+
+
+class Boom(Exception):
+    """What one rank alone raises."""
+
+
+def split_model(sharded=True):
+    """A copy of one layer on two data-parallel and two tensor-parallel ranks, its optimizer, and what SGD wraps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    module = nn.Linear(4, 2)
+    module.weight.tensor_model_parallel = False
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded)
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups.from_mesh(mesh))
+    inner = torch.optim.SGD(module.parameters(), 0.1)
+    return model, DistributedOptimizer(inner, model) if sharded else inner, inner
+
+
+def outcome_of(model, step):
+    """What a step has raised; nothing where it was good."""
+    model.zero_grad_buffer()
+    try:
+        model(torch.ones(3, 4)).sum().backward()
+        finalize_model_grads([model])
+        step()
+    except (Boom, PeerAbortedError, DisagreementError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@on_four_ranks
+def test_who_raises_in_clipping_is_named_on_all_that_share_its_model():
+    model, optimizer, _ = split_model()
+    rank, norm = dist.get_rank(), torch._foreach_norm
+
+    def clipped():
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    def failing(*args, **kwargs):
+        raise Boom
+
+    for culprit in (None, 2, None):
+        torch._foreach_norm = failing if rank == culprit else norm
+        try:
+            told = outcome_of(model, clipped)
+        finally:
+            torch._foreach_norm = norm
+        assert ("Boom" in told) == (culprit is not None), told
+    assert_copies_are_equal(model)
+
+
+def assert_copies_are_equal(model):
+    everyone = [torch.empty_like(model.module.weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, model.module.weight.detach())
+    assert all(torch.equal(one, everyone[0]) for one in everyone)
+
+
+@on_four_ranks
+def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told():
+    model, optimizer, inner = split_model()
+    assert outcome_of(model, optimizer.step) == ""
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    told = outcome_of(model, optimizer.step)
+    assert ("Boom" in told) == (dist.get_rank() in (1, 3))  # the data-parallel ranks, which gather its part
+    if handle is not None:
+        handle.remove()
+    told = outcome_of(model, optimizer.step)
+    assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
+    assert outcome_of(model, optimizer.step) == ""
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+@on_two_ranks
+def test_an_optimizers_step_that_has_failed_is_told_of_any_chunk_and_after_other_failures(chunk):
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    config, rank = DistributedDataParallelConfig(use_distributed_optimizer=True), dist.get_rank()
+    chunks = [DistributedDataParallel(None, config, Refusing(), groups=groups) for _ in range(2)]
+    inner = [torch.optim.SGD(one.module.parameters(), 0.1) for one in chunks]
+    optimizers = [DistributedOptimizer(*pair) for pair in zip(inner, chunks, strict=True)]
+    told = []
+    for step in range(5):
+        handle = inner[chunk].register_step_pre_hook(_raise) if step == 1 and rank == 1 else None
+        chunks[0].module.refuses = step == 2 and rank == 0
+        for one in chunks:
+            one.zero_grad_buffer()
+        try:
+            sum(one(1.0) for one in chunks).backward()
+            finalize_model_grads(chunks)
+            for optimizer in optimizers:
+                optimizer.step()
+        except (Boom, RuntimeError) as error:
+            told.append((step, type(error)))
+        if handle is not None:
+            handle.remove()
+    assert told == [
+        *((1, Boom) for _ in range(rank)),
+        (2, PeerAbortedError if rank else RuntimeError),
+        (3, DisagreementError),
+    ]
+
+
+def _raise(*_):
+    raise Boom
+
+
+@pytest.mark.parametrize("who", [2, 0], ids=["the rank that has failed", "another one"])
+@on_four_ranks
+def test_after_a_failed_step_a_rank_without_a_backward_takes_part(who):
+    """It connects its wrapper again first, as the others do in their backwards, and then what splits the model."""
+    model, _, _ = split_model(sharded=False)
+    rank, armed = dist.get_rank(), True
+    model.module.weight.register_hook(lambda _: _raise() if armed else None)
+    for step in range(4):
+        armed = rank == 2 and step == 1
+        model.zero_grad_buffer()
+        told = None
+        try:
+            if step != 2 or rank != who:
+                model(torch.full((3, 4), 1.0 + rank)).sum().backward()
+        except (Boom, PeerAbortedError) as error:
+            told = error
+        try:
+            finalize_model_grads([model])
+        except PeerAbortedError as error:
+            told = told or error
+        assert (told is not None) == (step == 1)
+        if told is None:
+            peers = (rank % 2, rank % 2 + 2)
+            mean = sum(3.0 * (1 + peer) for peer in peers if step != 2 or peer != who) / 2
+            assert torch.equal(model.module.weight.main_grad, torch.full((2, 4), mean))
+
+
+class Expert(nn.Module):
+    """An expert beside a layer that all ranks have."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+        for parameter in self.expert.parameters():
+            parameter.allreduce = False
+
+    def forward(self, x, *, has_tokens):
+        return self.expert(self.dense(x)) if has_tokens else self.dense(x)
+
+
+@on_two_ranks
+def test_a_scaler_checks_experts_that_have_seen_no_token():
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    optimizers = [
+        DistributedOptimizer(torch.optim.AdamW(part.parameters(), 0.1), shards)
+        for part, shards in ((model.module.dense, model.sharded()), (model.module.expert, model.sharded(experts=True)))
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(4):
+        before = [parameter.detach().clone() for parameter in model.module.expert.parameters()]
+        has_tokens = step != 1 or dist.get_rank() == 0
+        is_infinite = step == 2 and dist.get_rank() == 0  # on one rank, and no other takes the step
+        model.zero_grad_buffer()
+        assert all(optimizer.param_groups for optimizer in optimizers)  # which schedulers look at
+        loss = model(torch.ones(2, 4), has_tokens=has_tokens).sum() * (float("inf") if is_infinite else 1.0)
+        scaler.scale(loss).backward()
+        finalize_model_grads([model])
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(optimizers, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert norm.isfinite() == (step != 2)
+        for was, parameter in zip(before, model.module.expert.parameters(), strict=True):
+            assert torch.equal(was, parameter) == (not has_tokens or step == 2)
+
+
+@pytest.mark.parametrize("way", ["hook", "loss", "behind backward"])
+@pytest.mark.parametrize("dimension", ["tp", "pp"])
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_without_data_parallelism_finalizing_tells_the_other_parts_of_a_step_that_has_failed(overlap, dimension, way):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    model = DistributedDataParallel(None, config, nn.Linear(4, 2), groups=ParallelGroups.from_mesh(mesh))
+    fails = False
+    model.module.weight.register_hook(lambda _: _raise() if fails and way == "hook" else None)
+    for step in range(4):
+        fails = step in (1, 2) and dist.get_rank() == 0
+        model.zero_grad_buffer()
+        loss = model(torch.ones(3, 4)).sum()
+        try:
+            if fails and way == "loss":
+                _raise()
+            loss.backward()
+        except Boom:
+            model.abort_grad_sync("by hand")
+        if fails and way == "behind backward":
+            model.abort_grad_sync("by hand")
+        if step in (1, 2):
+            with pytest.raises(PeerAbortedError, match="failed here already" if fails else "rank 0"):
+                finalize_model_grads([model])
+        else:
+            finalize_model_grads([model])
+            assert torch.equal(model.module.weight.main_grad, torch.full((2, 4), 3.0))
+
+
+@pytest.mark.parametrize("what", ["embedding", "router"])
+@on_two_ranks
+def test_an_error_in_finalizing_is_told_where_experts_alone_are_split(what):
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    module = Refusing()
+    module.router = Router([0.0] * 4)
+    config = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.25, mtp_num_layers=0)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module, groups=groups)
+    for step in range(4):
+        fails = step in (1, 2) and dist.get_rank() == 1
+        counts = module.router.local_tokens_per_expert
+        module.refuses = fails and what == "embedding"
+        if fails and what == "router":
+            module.router.local_tokens_per_expert = None
+        model.zero_grad_buffer()
+        model(1.0).backward()
+        if step in (1, 2):
+            with pytest.raises((RuntimeError, AttributeError) if fails else PeerAbortedError):
+                finalize_model_grads([model])
+        else:
+            finalize_model_grads([model])
+        module.router.local_tokens_per_expert = counts
+
+
+@on_two_ranks
+def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again():
+    """Of experts, too: who hears of it in the sum of the tokens, and who has given up, connect the same groups."""
+    groups = ParallelGroups(expert=dist.group.WORLD)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(PerToken(), config, Expert(), groups=groups)
+    for step in range(6):
+        fails = step % 2 == 1
+        model.zero_grad_buffer()
+        model(torch.ones(2, 4), has_tokens=True).sum().backward()
+        if fails and dist.get_rank() == 1:
+            model.abort_grad_sync("by hand")
+        try:
+            finalize_model_grads([model], torch.tensor([4.0]))
+            assert not fails
+        except PeerAbortedError:
+            assert fails
+
+
+@on_four_ranks
+def test_the_dimensions_of_a_mesh_may_come_in_any_order():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    groups = ParallelGroups.from_mesh(mesh)
+    assert dist.get_process_group_ranks(groups.data) == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(groups.expert) == mesh["dp"].mesh.tolist()
+
+
+@on_two_ranks
+def test_a_checkpointer_saves_the_parts_of_a_split_model_apart(tmp_path):
+    """One for all ranks would save one tensor of each name."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), nn.Linear(4, 2), groups=groups)
+    with pytest.raises(ValueError, match=r"'model' is split over ranks.*process_group=groups\.data"):
+        Checkpointer(tmp_path, {"model": model})
+    checkpointer = Checkpointer(tmp_path / f"{dist.get_rank()}", {"model": model}, process_group=groups.data)
+    before = model.module.weight.detach().clone()
+    checkpointer.save(1)
+    with torch.no_grad():
+        model.module.weight.zero_()
+    assert checkpointer.load().step == 1
+    assert torch.equal(model.module.weight, before)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_a_rank_without_a_backward_finalizes_chunks_in_whatever_order_the_others_go_through_them(overlap):
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    chunks = [DistributedDataParallel(None, config, Marked()) for _ in range(2)]
+    for step in range(4):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        has_none = step == 1 and dist.get_rank() == 1
+        for chunk in [] if has_none else reversed(chunks):
+            chunk(1.0).backward()
+        finalize_model_grads(chunks)
+        for chunk in chunks:
+            assert chunk.module.of_interest.main_grad.unique().tolist() == [0.5 if step == 1 else 1.0]
+
+
+@on_two_ranks
+def test_experts_that_all_ranks_have_are_saved_as_other_parameters(tmp_path):
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep")))
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Expert(), groups=groups)
+    assert Checkpointer(tmp_path, {"model": model}).save(1).exists()

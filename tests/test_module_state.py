@@ -51,17 +51,17 @@ CHANGES = {
 def test_a_change_is_noticed(kind):
     net = Net()
     module_state = ModuleState(net)
-    assert module_state.is_current()
+    assert module_state.is_current(net)
     CHANGES[kind](net)
-    assert not module_state.is_current()
-    assert ModuleState(net).is_current()
+    assert not module_state.is_current(net)
+    assert ModuleState(net).is_current(net)
 
 
 def test_another_dtype_at_the_same_address_is_noticed():
     net = Net().half()
     module_state = ModuleState(net)
     net.last.weight.data = net.last.weight.data.view(torch.bfloat16)
-    assert not module_state.is_current()
+    assert not module_state.is_current(net)
 
 
 def step(net):
@@ -90,13 +90,13 @@ def test_nothing_else_is(kind):
     net = Net()
     module_state = ModuleState(net)
     SAME[kind](net)
-    assert module_state.is_current()
+    assert module_state.is_current(net)
 
 
 def test_a_functional_call_is_looked_through():
     net, seen = Net(), []
     module_state = ModuleState(net)
-    net.register_forward_pre_hook(lambda *_: seen.append(module_state.is_current()))
+    net.register_forward_pre_hook(lambda *_: seen.append(module_state.is_current(net)))
     weights = {name: parameter.detach() * 2 for name, parameter in net.named_parameters()}
     torch.func.functional_call(net, weights, (torch.randn(5, 3),))
     assert seen == [True]

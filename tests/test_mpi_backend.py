@@ -63,7 +63,7 @@ def test_an_exception_on_one_rank_ends_all():
     script = START.format(timeout=60) + "dist.barrier()\nif rank == 1: raise KeyError('lost')\ndist.barrier()"
     code, _, errors = mpirun(2, script)
     assert code not in (0, -signal.SIGKILL)
-    assert errors.count("KeyError: 'lost'") == errors.count("Traceback") == 1
+    assert errors.count("\n[rank1]: KeyError: 'lost'") == errors.count("[rank1]: Traceback") == 1
     # What the MPI library has to say about the end comes after it, if mpirun still passes it on.
     aborts = re.search(r"MPI_Abort|MPI_ABORT|non-zero status", errors)
     assert not aborts or errors.index("KeyError: 'lost'") < aborts.start(), errors

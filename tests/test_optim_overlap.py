@@ -1,6 +1,8 @@
 """Gathers that overlap with the next forward or not: every read gives the values of one process."""
 
 import copy
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from one_process import seeded
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from one_process import mlp, seeded
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig, sharded_buffers
 from rank_tests import on_two_ranks
@@ -231,3 +233,108 @@ def test_compiled_forwards_have_the_new_weights():
 
 def net():
     return nn.Sequential(nn.Linear(4, 4), ReadsItsChild(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, MegatronDDP])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("apart", [True, False], ids=["two wrappers", "one wrapper"])
+@on_two_ranks
+def test_of_two_optimizers_the_first_fails_on_one_rank(apart, kind, overlap):
+    """It leaves the second out, whose gather the other rank has begun; the next step works, and brings everything."""
+    module = seeded(mlp, 4, 4, 2)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=20)
+    wrap = partial(MegatronDDP, None, config) if kind is MegatronDDP else DistributedDataParallel
+    layers = [layer for layer in module if isinstance(layer, nn.Linear)]
+    models = [wrap(part) for part in (layers if apart else [module])]
+    inner = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+    optimizers = [DistributedOptimizer(one, models[k * apart], overlap=overlap) for k, one in enumerate(inner)]
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for step in range(4):
+        culprit = step == 1 and dist.get_rank() == 0
+        handle = inner[0].register_step_pre_hook(fail) if culprit else None
+        for model in models:
+            model.zero_grad_buffer() if kind is MegatronDDP else model.zero_grad()
+        try:
+            out = X * (1 + dist.get_rank())
+            for model in models:
+                out = model(out)
+            out.sum().backward()
+            if kind is MegatronDDP:
+                for model in models:
+                    model.finish_grad_sync()
+            for optimizer in optimizers:
+                optimizer.step()
+        except (ArithmeticError, PeerAbortedError):
+            assert step == 1
+        if handle is not None:
+            handle.remove()
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    for parameter in module.parameters():
+        everyone = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(everyone, parameter.detach())
+        assert torch.equal(*everyone)
+
+
+@on_two_ranks
+def test_a_collective_of_the_users_is_under_way_while_gradients_are_clipped():
+    model = DistributedDataParallel(seeded(mlp, 4, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        total = torch.full((3,), 1.0 + dist.get_rank(), dtype=torch.float64)
+        if dist.get_rank() == 0:
+            work = dist.all_reduce(total, async_op=True)
+        norm = optimizer.clip_grad_norm_(1e9)
+        if dist.get_rank() == 1:
+            work = dist.all_reduce(total, async_op=True)
+        work.wait()
+        assert total.tolist() == [3.0] * 3
+        assert norm.isfinite()
+
+
+@on_two_ranks
+def test_a_compiled_function_reads_parameters_while_they_are_gathered():
+    model = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model, overlap=True)
+
+    def penalty(parameters):
+        return sum(parameter.square().sum() for parameter in parameters)
+
+    compiled = torch.compile(penalty, backend="eager")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        optimizer.step()
+        found = compiled(list(model.parameters()))
+        torch.testing.assert_close(found, penalty(list(model.parameters())))
+
+
+@on_two_ranks
+def test_after_a_failed_step_a_rank_without_a_backward_drops_what_it_waits_for():
+    rank, module = dist.get_rank(), seeded(nn.Linear, 4, 4, bias=False)
+    start = module.weight.detach().clone()
+    model, inner = DistributedDataParallel(module), torch.optim.SGD(module.parameters(), 1.0)
+    optimizer = DistributedOptimizer(inner, model, overlap=True)
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for step in range(4):
+        handle = inner.register_step_pre_hook(fail) if step == 1 and rank == 1 else None
+        model.zero_grad()
+        if step == 2 and rank == 0:
+            model.finish_grad_sync()
+        else:
+            model(torch.full((1, 4), 2.0 if step == 2 else 1.0)).sum().backward()
+        with pytest.raises(ArithmeticError) if handle is not None else nullcontext():
+            optimizer.step()
+        if handle is not None:
+            handle.remove()
+    optimizer.synchronize()
+    rows = start - torch.tensor([4.0, 4.0, 3.0, 3.0])[:, None]  # rank 1, whose rows are the last, has left a step out
+    torch.testing.assert_close(module.weight.detach(), rows)

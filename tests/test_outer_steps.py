@@ -266,8 +266,9 @@ def test_parameters_of_each_ranks_own_are_no_drift_and_no_loss_has_a_weight(chec
             optimizer.step()
     assert texts == []
     optimizer.zero_grad()
-    with pytest.raises(UnusableError, match="LocalSGD or DiLoCo lets each rank train by itself"):
-        weigh(wrapper(data(4, 8)).square().mean(), 4).backward()
+    for one in (wrapper, copy.deepcopy(wrapper)):
+        with pytest.raises(UnusableError, match="LocalSGD or DiLoCo lets each rank train by itself"):
+            weigh(one(data(4, 8)).square().mean(), 4).backward()
     outer.stop()
     optimizer.zero_grad()
     weigh(wrapper(data(4, 8)).square().mean(), 4 + dist.get_rank()).backward()
@@ -408,7 +409,39 @@ def no_memory(_change):
     raise MemoryError("no memory")
 
 
-def test_an_outer_step_follows_an_inner_one():
+def test_an_outer_step_follows_an_inner_one_of_the_same_parameters():
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="every=0: an outer step"):
         LocalSGD(DistributedDataParallel(module), torch.optim.SGD(module.parameters(), lr=0.1), every=0)
+    others = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
+        LocalSGD(DistributedDataParallel(module), others, every=2)
+
+
+@on_two_ranks
+def test_what_was_not_sent_of_gradients_is_not_added_to_parameters_nor_the_reverse():
+    module = seeded(mlp, 8, 8)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.05, min_numel=0)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def steps(count, factor=1.0):
+        for step in range(count):
+            optimizer.zero_grad()
+            (factor * wrapper(data(4, 8, rank=dist.get_rank(), step=step)).square().mean()).backward()
+            optimizer.step()
+
+    steps(10)
+    optimizer.param_groups[0]["lr"] = 1e-6
+    before = copy.deepcopy(module.state_dict())
+    outer = LocalSGD(wrapper, optimizer, every=2)
+    steps(4)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-4)
+    optimizer.param_groups[0]["lr"] = 1.0
+    steps(4)
+    outer.synchronize()
+    outer.stop()
+    optimizer.param_groups[0]["lr"] = 0.0
+    steps(1, factor=1e-8)
+    assert all(parameter.grad.abs().max() < 1e-6 for parameter in module.parameters())

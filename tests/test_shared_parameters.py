@@ -206,10 +206,17 @@ def test_a_gradient_is_claimed_once():
 def test_what_the_one_before_has_not_is_claimed():
     turns = turns_of(*pair()[1:])
     arrange(turns, [])
-    assert turns[1].claim(bytes([1, 0])) == bytes([1, 0])  # the one before has not asked
+    turns[0].end()  # it could not connect again
+    assert turns[1].claim(bytes([1, 0])) == bytes([1, 0])
     turns = turns_of(*pair()[1:])
     arrange(turns, [])
     assert [turn.claim(local) for turn, local in zip(turns, (b"\1\0", b"\1\1"), strict=True)] == [b"\1\0", b"\1\1"]
+
+
+def test_what_the_one_before_will_find_is_left_to_it():
+    turns = turns_of(*pair()[1:])
+    arrange(turns, [])
+    assert turns[1].claim(bytes([1, 1])) == bytes([0, 1])  # the one before still connects again
 
 
 def test_an_average_over_other_ranks_is_no_average_here():

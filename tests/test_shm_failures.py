@@ -35,7 +35,7 @@ start = time.monotonic()
 try:
     model(torch.ones(1, 2)).sum().backward()
 except ppe_ddp.CommunicationError as error:
-    os.write(1, f"{time.monotonic() - start < 15} {error}".encode())
+    os.write(1, f"{time.monotonic() - start < 15} {error} {error.__cause__}".encode())
 os._exit(0)
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from subprocesses import warm_python
 
 ROOT = Path(__file__).parent.parent
-SEEDS = 60
+SEEDS = 40
 
 
 def simulate(*arguments):

@@ -204,6 +204,8 @@ def test_what_cannot_work_says_so():
     net = parallelized(Net(), mesh["tp"])
     with pytest.raises(ValueError, match=r"'embedding.weight' is a DTensor over ranks \[0, 1\].*=mesh\['dp'\]"):
         DistributedDataParallel(net)
+    with pytest.raises(ValueError, match=r"drops a step on ranks .*'embedding.weight' is a DTensor over"):
+        DistributedDataParallel(net, device_mesh=mesh["dp"], check_for_nan_in_grad="skip")
     model = DistributedDataParallel(net, device_mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"'embedding.weight' is a DTensor, which DistributedOptimizer does not take"):
         DistributedOptimizer(adam(model), model)

@@ -128,6 +128,24 @@ def test_no_bucket_arrives_before_every_rank_has_launched_it():
 
 
 @on_two_ranks
+def test_backwards_that_are_not_synchronized_are_there():
+    model = ppe_ddp.DistributedDataParallel(net())
+    with record() as recording:
+        for _ in range(2):
+            with model.no_sync():
+                loss = model(torch.randn(3, 64)).sum() + model(torch.randn(3, 64)).sum()
+                loss.backward(retain_graph=True)
+                loss.register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()  # is not over
+                model(torch.randn(3, 64)).sum().backward()
+            model(torch.randn(3, 64)).sum().backward()
+    spans = sorted(spans_of(recording, "backward"), key=lambda span: span.begin)
+    assert [span.name for span in spans] == ["in no_sync()", "in no_sync()", ""] * 2
+    assert all(a.end <= b.begin for a, b in itertools.pairwise(spans))
+
+
+@on_two_ranks
 def test_what_ranks_of_a_node_sum_in_memory_is_a_part_of_its_bucket():
     model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02)
     model(torch.randn(3, 64)).sum().backward()

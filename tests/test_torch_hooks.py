@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as default
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, seeded
@@ -42,22 +43,28 @@ def square(model, rank, step=0):
     model(data(5, 6, rank=rank, step=step)).pow(2).sum().backward()
 
 
-def hold_to_torch(module, state_and_hook, *, steps=6, rtol=1e-5, atol=1e-6, equal=True, **options):
-    """Train with torch's wrapper and with ours, a hook and state made for each, and compare the gradients."""
+def hold_to_torch(module, state_and_hook, *, steps=6, rtol=1e-5, atol=1e-6, equal=True, apart=None, **options):
+    """Train with torch's wrapper and with ours, a hook and state made for each, and compare the gradients.
+
+    From the step `apart` on ranks train by themselves, and torch's averager averages their parameters in every second.
+    """
     twin = copy.deepcopy(module)
     ours, theirs = DistributedDataParallel(module, **options), TorchDDP(twin)
     for wrapper in (ours, theirs):
         wrapper.register_comm_hook(*state_and_hook())
     optimizers = [torch.optim.SGD(wrapper.parameters(), lr=0.05) for wrapper in (ours, theirs)]
+    averagers = [PeriodicModelAverager(2, warmup_steps=steps if apart is None else apart) for _ in optimizers]
     for step in range(steps):
         for wrapper, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
-            square(wrapper, dist.get_rank(), step)
+            with contextlib.nullcontext() if apart is None or step < apart else wrapper.no_sync():
+                square(wrapper, dist.get_rank(), step)
         assert_gradients(module, gradients(twin), rtol=rtol, atol=atol)
         if equal:
             assert_same_on_all_ranks(module)
-        for optimizer in optimizers:
+        for optimizer, averager in zip(optimizers, averagers, strict=True):
             optimizer.step()
+            averager.average_parameters(optimizer.param_groups)
     return ours
 
 
@@ -274,6 +281,12 @@ def test_power_sgd_loses_nothing(kind, cap, options):
         dist.all_reduce(kept)
         rest = torch.cat([missing[name].flatten() for name in bucket.parameters])
         torch.testing.assert_close(rest.sort().values, (kept / 2).sort().values, rtol=1e-3, atol=1e-3)
+
+
+@each_variant
+@on_two_ranks
+def test_torchs_averager_of_parameters_in_no_sync(options):
+    hold_to_torch(seeded(Layers), lambda: (None, default.allreduce_hook), equal=False, apart=3, **options)
 
 
 @pytest.mark.parametrize("subgroups", ["alone", "all"])

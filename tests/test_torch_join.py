@@ -21,7 +21,7 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, NonFiniteGradientError, PeerAbortedError
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
@@ -160,6 +160,51 @@ def test_no_sync_around_backward_alone(counts, options):
     assert_same_parameters(module)
 
 
+@pytest.mark.parametrize("counts", [(1, 3, 2), (3, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("culprit", range(3))
+@pytest.mark.parametrize("way", ["hook", "loss"])
+@pytest.mark.parametrize(("late", "shared_memory"), [(None, True), (1, False), (2, True)])
+@on_three_ranks
+def test_a_step_fails_where_some_have_run_out_or_run_out_next(late, shared_memory, way, culprit, counts):
+    """It is left out by all, and the others' next step works, with and without inputs on each rank."""
+    rank, step = dist.get_rank(), 0
+    store, told = dist.distributed_c10d._get_default_store(), f"told/{late}/{shared_memory}/{way}/{culprit}/{counts}"
+    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2), shared_memory=shared_memory) for _ in range(2)]
+    last = counts[culprit] - 1
+
+    def fail(_):
+        if (rank, step) == (culprit, last):
+            raise ArithmeticError("planned")
+
+    wrappers[1].module[0].weight.register_hook(fail if way == "hook" else lambda _: None)
+    with Join(wrappers):
+        for step in range(counts[rank]):
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+            if step == last and rank == late != culprit:
+                store.wait([told])
+            try:
+                loss = sum(wrapper(torch.ones(2, 4)).sum() for wrapper in wrappers)
+                if way == "loss":
+                    fail(None)
+                loss.backward()
+            except ArithmeticError:
+                assert (rank, step) == (culprit, last)
+                if way == "loss":
+                    for wrapper in wrappers:
+                        wrapper.abort_grad_sync()
+                store.set(told, "")
+                continue
+            except PeerAbortedError:
+                assert step == last
+                continue
+            assert step != last or rank == culprit or counts[rank] <= last
+            share = sum(count > step for count in counts) / 3  # who has run out counts as zeros
+            for wrapper in wrappers:
+                bias = list(wrapper.module.parameters())[-1]
+                torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0 * share))
+
+
 @pytest.mark.parametrize("shared_memory", [True, False])
 @on_two_ranks
 def test_uneven_numbers_of_steps_with_several_synchronizations(shared_memory):
@@ -203,6 +248,64 @@ def test_early_termination_raises_on_every_rank():
     with pytest.raises(RuntimeError, match=text):
         train()
     assert steps == 2
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@on_two_ranks
+def test_a_gradient_that_is_no_number_is_left_out_by_those_that_have_run_out(shared_memory):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module, check_for_nan_in_grad=True, shared_memory=shared_memory)
+    with wrapper.join():
+        for step in range(1 + 2 * rank):
+            wrapper.zero_grad()
+            loss = wrapper(torch.ones(2, 4)).sum() * (float("nan") if step == 1 else 1.0)
+            with pytest.raises(NonFiniteGradientError, match="rank 1") if step == 1 else nullcontext():
+                loss.backward()
+            if step == 2:
+                bias = list(module.parameters())[-1]
+                torch.testing.assert_close(bias.grad, torch.ones_like(bias))
+    assert_same_parameters(module)
+
+
+@on_two_ranks
+def test_a_step_fails_in_one_of_two_wrappers_that_share_parameters():
+    """In the next step the other one is ready first, and must not average what both have once more."""
+    rank, step, shared = dist.get_rank(), 0, nn.Linear(4, 2)
+
+    def reduce(gradients, group):
+        if (rank, step) == (0, 0):
+            raise ArithmeticError("planned")
+        gradients.divide(2)
+        return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
+
+    one = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared), reduce_function=reduce)
+    two = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared))
+    with Join([one, two]):
+        for step in range(2 - rank):
+            one.zero_grad()
+            two.zero_grad()
+            error = ArithmeticError if rank == 0 else PeerAbortedError
+            with pytest.raises(error) if step == 0 else nullcontext():
+                (one(torch.ones(3, 4)) + two(torch.ones(3, 4))).sum().backward()
+        if rank == 0:
+            torch.testing.assert_close(shared.bias.grad, torch.full((2,), 6.0 / 2))
+
+
+@each_variant
+@on_two_ranks
+def test_after_a_join_a_forward_tells_nobody(options):
+    rank = dist.get_rank()
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    train(wrapper, wrapper.join(), 1 + rank)
+    wrapper.zero_grad()
+    if rank == 0:
+        wrapper.finish_grad_sync()  # without a forward, and so without a word of it in the user's group
+    else:
+        square(wrapper, rank)
+    total = torch.tensor([10.0 + rank])
+    dist.all_reduce(total)
+    assert total.item() == 21.0
 
 
 @on_two_ranks

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
+import torch.distributed as dist
 
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
@@ -41,25 +41,35 @@ def model_class(*, counts_items=False):
     return Counting if counts_items else Model
 
 
-def trained(folder, count, *, resume=None, counts_items=False, **options):
+def mixtral():
+    """A tiny mixture of experts, of which a short text reaches a few."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 8, "num_experts_per_tok": 1}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+def trained(folder, count, *, model=None, data=None, collator=None, resume=None, counts_items=False, **options):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PretrainedConfig, TrainingArguments
 
     from ppe_ddp.integrations.transformers import Trainer
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, dataset=None):
-            return SequentialSampler(dataset or self.train_dataset)
-
     with started_by_torchrun():
         try:
-            model = model_class(counts_items=counts_items)(PretrainedConfig())
+            model = model or model_class(counts_items=counts_items)(PretrainedConfig())
             labels = [[1] * items_of(k) + [-100] * (4 - items_of(k)) for k in range(12)]
-            given = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True} | options
-            trainer = InOrder(
+            given = {"max_grad_norm": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
+            given |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", **options}
+            trainer = Trainer(
                 model,
-                TrainingArguments(folder, use_cpu=True, per_device_train_batch_size=1, max_steps=count, **given),
-                train_dataset=[{"index": k} | ({"labels": labels[k]} if counts_items else {}) for k in range(12)],
+                TrainingArguments(folder, use_cpu=True, max_steps=count, **given),
+                data_collator=collator,
+                train_dataset=data
+                or [{"index": k} | ({"labels": labels[k]} if counts_items else {}) for k in range(12)],
                 optimizers=(optimizer := sgd(model), torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
             )
             trainer.train(resume_from_checkpoint=resume)
@@ -108,11 +118,52 @@ def test_a_loss_of_the_users_own_gets_the_gathered_number(tmp_path):
     assert given == [42]
 
 
+def texts_and_padding(seen):
+    """Texts of one to six tokens, and what makes a batch of some of them, and adds it to `seen`."""
+
+    def padded(texts):
+        length = max(len(text["input_ids"]) for text in texts)
+        both = [
+            [text["input_ids"] + [fill] * (length - len(text["input_ids"])) for text in texts] for fill in (0, -100)
+        ]
+        ids, labels = map(torch.tensor, both)
+        seen.append({"input_ids": ids, "attention_mask": ids.ne(0).long(), "labels": labels})
+        return seen[-1]
+
+    return [{"input_ids": [2 + (7 * k + 3 * j) % 9 for j in range(1 + 5 * k % 6)]} for k in range(16)], padded
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+@on_two_ranks
+def test_experts_that_are_idle_on_a_rank(strategy, tmp_path):
+    data, collator = texts_and_padding(seen := [])
+    options = {"per_device_train_batch_size": 2, "train_sampling_strategy": strategy}
+    trainer = trained(tmp_path, 4, model=mixtral(), data=data, collator=collator, **options)
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, seen)
+    optimizer = sgd(alone := mixtral())
+    experts = [layer.mlp.experts.down_proj for layer in alone.model.layers]
+    idle = False
+    for batches in zip(*of_ranks, strict=True):
+        reached = []
+        items = [batch["labels"][:, 1:].ne(-100).sum().item() for batch in batches]
+        for batch, count in zip(batches, items, strict=True):
+            if count:  # or its mean is 0 / 0, on a rank as well
+                loss = alone(**batch).loss * count / sum(items)
+                reached.append([g.any((1, 2)) for g in torch.autograd.grad(loss, experts, retain_graph=True)])
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        idle |= not all(torch.equal(*layer) for layer in zip(*reached, strict=True) if len(layer) == 2)
+    assert idle
+    torch.testing.assert_close(trainer.model.state_dict(), alone.state_dict(), rtol=1e-5, atol=1e-6)
+
+
 @on_two_ranks
 def test_saved_resumed_and_loaded_without_a_wrapper(tmp_path):
     trained(tmp_path, 3, save_strategy="steps", save_steps=3)
     trainer = trained(tmp_path, 6, resume=str(tmp_path / "checkpoint-3"))
     assert_trained(trainer.model.net, trained_alone(6))
-    torch.distributed.barrier()  # rank 0 alone has written
+    dist.barrier()  # rank 0 alone has written
     loaded = model_class().from_pretrained(tmp_path / "end")
     assert_trained(loaded.net, trained_alone(6))

@@ -419,3 +419,58 @@ def field_of(rank):
     weights = Weights(bool)
     weights.total, weights.is_weighed = 3.0 + rank, True
     return weights.field(silent=False, has_gradients=True, is_manual=False)
+
+
+class Tied(nn.Module):
+    """Layers by letter, of which a call uses some, one after another."""
+
+    def __init__(self, *shared):
+        super().__init__()
+        self.a, self.e = shared or (nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        self.b = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, letters):
+        for letter in letters:
+            x = getattr(self, letter)(x)
+        return x
+
+
+@pytest.mark.parametrize("used", [("e", "a"), ("e", "ab"), ("b", "ea")])
+@pytest.mark.parametrize("dropped", ["nothing", "in an error", "in no_sync()"])
+@on_two_ranks
+def test_wrappers_with_tied_layers_of_which_gradients_come_before_the_backward_reaches_each(dropped, used):
+    """All ranks have the same data, so that the mean is one rank's gradient, whatever their counts are."""
+    first = seeded(Tied)
+    second = Tied(first.a, first.e)
+    second.b.load_state_dict(first.b.state_dict())
+    modules, rank = (first, second), dist.get_rank()
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    own = {id(p): p for module in modules for p in module.parameters()}.values()
+
+    def loss(models, letters):
+        return sum(model(torch.ones(2, 4), some).sum() for model, some in zip(models, letters, strict=True))
+
+    for step in range(3):
+        letters = used if step == 2 else ("eb", "ab")
+        expected = torch.autograd.grad(loss(modules, letters), list(own), allow_unused=True)
+        for parameter in own:
+            parameter.grad = None
+        weighed = weigh(loss(wrappers, letters), 3 + 2 * rank)
+        if step == 1 and dropped == "in no_sync()":
+            with wrappers[0].no_sync(), wrappers[1].no_sync():
+                weighed.backward()
+            continue
+        if step == 1 and dropped == "in an error":
+            handle = first.b.weight.register_hook(_broken) if rank == 1 else None
+            with pytest.raises(ArithmeticError if rank == 1 else PeerAbortedError):
+                weighed.backward()
+            if handle is not None:
+                handle.remove()
+            continue
+        weighed.backward()
+        for parameter, want in zip(own, expected, strict=True):
+            torch.testing.assert_close(parameter.grad, want)
+
+
+def _broken(_):
+    raise ArithmeticError("planned")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -317,6 +318,25 @@ class Restored:
     positions: list[Any]
 
 
+def _refuse_split(name: str, wrapper: Any, count: int) -> None:
+    """Refuse a Megatron wrapper whose model is split over some of so many ranks: these save one tensor of a name."""
+    groups: Any = getattr(wrapper, "groups", None)
+    if not getattr(groups, "split_model", False):
+        return
+    size = dist.get_world_size(groups.data)
+    if groups.expert is not None and dist.get_world_size(groups.expert) < size:
+        raise ValueError(
+            f"{name!r} has experts of which each rank has others under the same names, and a Checkpointer saves one of "
+            "each name: save by torch.distributed.checkpoint, under names of your own"
+        )
+    if count > size:
+        raise ValueError(
+            f"{name!r} is split over ranks, by tensor or pipeline parallelism, and a Checkpointer saves one tensor of "
+            "each name: make one for each data-parallel group, Checkpointer(a folder of its own, ..., "
+            "process_group=groups.data)"
+        )
+
+
 class Checkpointer:
     """Saves a training so that it can go on after it was killed at any moment, and loses only the steps since.
 
@@ -350,7 +370,7 @@ class Checkpointer:
 
     Raises:
         TypeError: A part cannot be saved.
-        ValueError: A name has dots, or ``keep`` is not positive.
+        ValueError: A name has dots, ``keep`` is not positive, or ranks of the group have other parts of one model.
     """
 
     def __init__(
@@ -370,6 +390,8 @@ class Checkpointer:
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
         self._ranks = LoadGroup(process_group)
+        for name, what in parts.items():
+            _refuse_split(name, what, self._ranks.size)
         self._given = dict(parts)
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
         rank = self._ranks.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -79,7 +80,7 @@ class Env:
     """Lists versions, launcher, devices, and the backends that can be made here.
 
     Copy what it prints into a bug report: it names no machine and no user. It
-    starts no ranks; `doctor` does.
+    starts no ranks; `doctor` does. Under a launcher rank 0 tells, of itself.
     """
 
     @staticmethod
@@ -90,6 +91,9 @@ class Env:
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Looks and prints; returns 0, whatever there is or is not."""
+        with contextlib.suppress(ValueError, RuntimeError):  # which launcher_here() tells
+            if detect(os.environ).rank > 0:
+                return 0
         info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()
         threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}"
         rows = {

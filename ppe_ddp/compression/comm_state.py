@@ -64,7 +64,15 @@ class CommState:
 
     def commit(self) -> None:
         """Forget what :meth:`keep` has kept: the step is taken."""
+        self.decide()  # of a step before, where this one has sent nothing
         self._before.clear()
+
+    def clear(self) -> None:
+        """Forget everything of all parameters: what is sent from now on is of another kind."""
+        self._undecided = None
+        self._before.clear()
+        for own in self._of.values():
+            own.clear()
 
     def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
         """Put back what :meth:`keep` has kept, but of ``finite`` parameters that an optimizer updates until then.
@@ -83,6 +91,7 @@ class CommState:
 
     def put_back(self) -> None:
         """Put back what :meth:`keep` has kept: the step is dropped."""
+        self.decide()  # of a step before, where this one has sent nothing
         for name, entries in self._before.items():
             own = self.of(name)
             own.clear()
@@ -174,10 +183,7 @@ class CommState:
             )
         self.owners.of_names = dict(state.get("slices", {}))
         self._offset = int(state["steps"]) - groups.step
-        self._undecided = None
-        self._before.clear()
-        for own in self._of.values():
-            own.clear()
+        self.clear()
         for name, entries in state["parameters"].items():
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
 
@@ -199,7 +205,11 @@ class _Stepped:
     def note(self, optimizer: Optimizer) -> None:
         """Note the step of ``optimizer``; one that skips by itself, as fused ones do, is told to by ``found_inf``."""
         if not getattr(optimizer, "found_inf", None):
-            self._updated.update(id(one) for group in optimizer.param_groups for one in group["params"])
+            # The groups of a DistributedOptimizer have master weights.
+            updated = getattr(optimizer, "model_parameters", None)
+            if updated is None:
+                updated = [one for group in optimizer.param_groups for one in group["params"]]
+            self._updated.update(map(id, updated))
 
     def names(self) -> list[str]:
         """The names of those that were updated."""

@@ -56,6 +56,7 @@ class CompressorReduction(Reduction):
         self._segments = lru_cache(_LAYOUTS)(partial(_segments, state))
         self._queue = ExchangeQueue(self._wait_for)
         self._started: list[GradBucket] = []
+        self._sparse: list[Tensor] = []  # averages, which are not compressed
         self.may_launch = self._queue.is_ready
         self.agreed = self.title
 
@@ -68,7 +69,13 @@ class CompressorReduction(Reduction):
         """Leave what is under way, and what it has changed of the state: the step is dropped."""
         self._queue.abandon()
         self._started.clear()
+        self._sparse.clear()
         self._state.put_back()
+
+    def note_sparse(self, name: str, average: Tensor) -> None:
+        """See :meth:`Reduction.note_sparse`; a step in which it is not finite is left out, too."""
+        super().note_sparse(name, average)
+        self._sparse.append(average.values())
 
     def commit(self) -> None:
         """Let the state be what the step has made of it, or what it was where an average is not finite.
@@ -77,7 +84,8 @@ class CompressorReduction(Reduction):
         decide alike.
         """
         started, self._started = self._started, []
-        if self._state.is_empty or are_finite([bucket.buffer() for bucket in started]):
+        sparse, self._sparse = self._sparse, []
+        if self._state.is_empty or are_finite([*sparse, *(bucket.buffer() for bucket in started)]):
             self._state.commit()
             return
         members = [one for bucket in started for one in zip(bucket.names(), bucket.parameters(), bucket, strict=True)]

@@ -54,6 +54,9 @@ class OuterSteps:
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}: an outer step follows at least one inner step")
+        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if updated.isdisjoint(ddp.module.parameters()):
+            raise ValueError("the optimizer has no parameter of the model: construct it on model.parameters()")
         self._ddp = ddp
         self._every = every
         self._lr = lr

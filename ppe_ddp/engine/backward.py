@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -136,6 +137,11 @@ class Backward:
         self.buffers: dict[str, Tensor] = {}
         self.alive: Callable[[], object] = lambda: True
         self.met: Exception | None = None
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether this rank has no inputs left, and takes part only where others announce a synchronization."""
+        return self.silent and not self.aborted
 
     def abort(self) -> None:
         """This rank's backward has raised: it contributes and takes nothing from here on."""
@@ -336,9 +342,16 @@ class Synchronizer(ABC):
             for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
                 groups.skip_step(error)
         phase = backward.fail()
-        instead = [groups.fail(error, phase) for groups in self.groups]
-        self.put_back(backward)
-        backward.forget_rounds()
+        instead: list[PpeDdpError | None] = []
+
+        def end(groups: Groups) -> None:
+            instead.append(groups.fail(error, phase))
+
+        with ExitStack() as stack:  # the last comes first; all are called, also where an interrupt ends a wait
+            stack.callback(backward.forget_rounds)
+            stack.callback(self.put_back, backward)
+            for groups in reversed(self.groups):
+                stack.callback(end, groups)
         return next((one for one in instead if one is not None), None)
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
@@ -394,7 +407,7 @@ class Synchronizer(ABC):
         """
         if backward.phase is not Phase.NEGOTIATING or not isinstance(error, PeerAbortedError):
             return False
-        if error.step is None or error.is_in_step:
+        if error.step is None or error.is_in_step or backward.has_run_out:
             return False
         if any(error.step >= groups.step for groups in self.groups):
             return False

@@ -390,7 +390,6 @@ class SparseBucket(Bucket):
 
     def finish(self) -> Steps:
         """All-gather indices and values over the ranks, and average."""
-        self._reduction.warn_of_sparse(self._spec.name)
         groups = self._groups
         local = self._local()
         indices, values = local.indices(), local.values()
@@ -398,7 +397,7 @@ class SparseBucket(Bucket):
             values = values * self.weight
         self.nbytes = indices.nbytes + values.nbytes
         if groups.world_size == 1:
-            self._average = [self._of(indices, values)]
+            self._take(self._of(indices, values))
             return
         # On CPUs, so that no GPU is waited for.
         parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
@@ -410,6 +409,10 @@ class SparseBucket(Bucket):
             values = yield from _gathered_rows(values.contiguous(), counts, longest, groups)
         average = self._of(indices, values)
         scale(average.values(), average.values(), self._reduction.mean_factor)
+        self._take(average)
+
+    def _take(self, average: Tensor) -> None:
+        self._reduction.note_sparse(self._spec.name, average)
         self._average = [average]
 
     def averages(self) -> list[Tensor]:

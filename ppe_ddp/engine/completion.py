@@ -259,10 +259,12 @@ class Turn:
         return self._claimed
 
     def _claims(self, identity: int, groups: Groups) -> bool:
-        if not self._claimed or self._shared.groups.parent is not groups.parent:
+        if self._shared.groups.parent is not groups.parent:
             return False
         i = self._shared.index.get(identity)
-        return i is not None and bool(self._claimed[i])
+        if i is None or not self._claimed:  # it still connects again, and then finds the same gradients
+            return i is not None and self._state is _State.ASKED
+        return bool(self._claimed[i])
 
     def agree(self, apart: bytes) -> None:
         """The maximum over all ranks of :attr:`apart` is there."""
@@ -318,10 +320,15 @@ def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
     waiting = [turn for turn in held if turn.is_held]
     for turn in joined:  # grows
         joined += [other for other in waiting if other not in joined and turn._shares_with(other)]
-    ordered = sorted(joined, key=lambda turn: turn._shared.groups.name)
+    ordered = sorted(joined, key=lambda turn: in_order(turn._shared.groups))
     for k, turn in enumerate(ordered):
         turn._follow(ordered[:k], ordered[k + 1 :], ordered[0])
     return [turn for turn in joined if turn not in given]
+
+
+def in_order(groups: Groups) -> tuple[int, str]:
+    """A key that sorts groups as they were made, the tenth after the ninth."""
+    return len(groups.name), groups.name
 
 
 Steps = Generator[Probe | None, None, None]
@@ -352,9 +359,10 @@ class Completion:
     Args:
         steps: What to do; run without gradients and under ``lock``, by one thread.
         groups: Where the synchronization communicates.
-        lock: Held while a step runs, not between them.
+        lock: Held while a step runs, not between them; None for one of its own.
         then: Called by :meth:`conclude`, outside of all that.
         turn: Of the synchronization, where it shares parameters with others.
+        note_failure: Called where this, or another one of the same backward, has failed.
 
     Attributes:
         groups: The same.
@@ -368,13 +376,15 @@ class Completion:
         self,
         steps: Steps,
         groups: Groups,
-        lock: threading.RLock,
+        lock: threading.RLock | None = None,
         then: Callable[[], None] | None = None,
         turn: Turn | None = None,
+        note_failure: Callable[[], None] = lambda: None,
     ) -> None:
         self._steps = steps
-        self._lock = lock
+        self._lock = lock or threading.RLock()
         self._then = then
+        self.note_failure = note_failure
         self.turn = turn
         self._probe: Probe | None = _always
         self._is_running = False
@@ -487,7 +497,12 @@ class _AfterCallbacks(list[Completion]):
     @uncompiled_hook
     def __call__(self) -> None:
         Completion._threads.last = None  # a backward inside one of the steps has an end of its own
-        finish_and_conclude(self)
+        try:
+            finish_and_conclude(self)
+        except BaseException:
+            for completion in self:
+                completion.note_failure()
+            raise
 
 
 def finish(completions: Sequence[Completion]) -> None:
@@ -530,7 +545,7 @@ def conclude(completions: Sequence[Completion]) -> None:
 
 def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
     # Where there is a choice, let it be the same on every rank.
-    waiting = sorted([*completions, *others], key=lambda completion: completion.groups.name)
+    waiting = sorted([*completions, *others], key=lambda completion: in_order(completion.groups))
     seconds = max(completion.groups.timeout_seconds for completion in waiting)
     late: CommunicationError | PeerAbortedError | None = None
     try:

@@ -47,6 +47,8 @@ START = "start"
 """The phase before the first step, in which all ranks get what they start from."""
 FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
+CLIP = "clip_grad_norm_() or GradScaler.step()"
+"""The phase after a backward in which the ranks find the norm of all gradients, or whether one is inf."""
 UPDATE = "DistributedOptimizer.step()"
 """The phase after a backward in which each rank updates its shards, and parameters are gathered."""
 _JOIN = "for uneven numbers of batches train in `with model.join():`"
@@ -58,6 +60,7 @@ EQUALLY_OFTEN = (
 _ADVICE = {
     "": "The gradients of this step are not averages: zero them and go on with the next step",
     START: "The parameters may not be those of rank 0: wrap the module again",
+    CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
 }
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
@@ -277,7 +280,7 @@ class Failure:
         """As a clause."""
         if self.phase == START:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
-        if self.phase == FINALIZE:
+        if self.phase in (FINALIZE, CLIP):
             return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
         if self.phase == UPDATE:
             return f"rank {self.rank} failed in {self.phase}, after the backward of step {self.step}: {self.reason}"
@@ -449,7 +452,7 @@ class Renewals:
         self._stores: list[BoundedStore] = []  # one an attempt, since the last that succeeded
         self._name = f"ppe_ddp/renewal/{name}"
         self._rank, self._world_size = rank, world_size
-        self._ended = 0
+        self._came = self._ended = 0
         self._outcome: MeetingOutcome | None = None
         self.number = 0
 
@@ -468,20 +471,21 @@ class Renewals:
         """End the attempt: its outcome is known, and what follows from it done."""
         self._ended = self.number
 
+    def put_off(self) -> None:
+        """Leave the attempt to this rank's next step: the others have ended it in theirs."""
+        self.number = self._ended
+
     def come(self, step: int) -> None:
-        """Say that this rank connects, and has had so many steps."""
-        self._do(lambda meeting: meeting.come(step))
+        """Say that this rank connects, and has had so many steps; nothing where it has come before it put this off."""
+        if self._came != self.number:
+            self._came = self.number
+            self._do(lambda meeting: meeting.come(step))
 
     def outcome(self) -> MeetingOutcome | None:
         """The outcome, if there is one."""
         if self._outcome is None:
             self._outcome = self._do(Meeting.outcome)
         return self._outcome
-
-    def was_refused_by(self, step: int) -> bool:
-        """Whether it is known that the ranks do not connect, as one of them has failed in ``step`` or before."""
-        outcome = self.outcome()
-        return outcome is not None and not outcome.words and outcome.refusal[0] <= step
 
     def may_precede(self, place: int) -> bool:
         """Whether all ranks have come, or are about to be found to have, before the attempt that has this place."""

@@ -13,10 +13,11 @@ the process: "terminate called without an active exception". So our groups end b
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed as dist
@@ -46,6 +47,43 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     Release = Callable[[Callable[[str, Any], list[Any]]], None]
+
+
+class User(Protocol):
+    """The object that communicates in a wrapper's groups."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a collective may be under way, so that the connections must not be ended."""
+        ...
+
+    def note_failure(self) -> None:
+        """This step has failed on this rank, behind its backward, and the others are told."""
+        ...
+
+
+class Life(enum.Enum):
+    """What can be done with the groups of a wrapper."""
+
+    BORROWED = enum.auto()
+    """They are the user's own, and stay open whatever happens."""
+    OPEN = enum.auto()
+    """They are duplicates of it, which can be used."""
+    CLOSED = enum.auto()
+    """A rank has failed: they have to be made anew."""
+    UNUSABLE = enum.auto()
+    """They cannot be made anew."""
+    ENDED = enum.auto()
+    """Python ends."""
+
+
+LIFE_BEFORE: dict[Life, tuple[Life, ...]] = {
+    Life.OPEN: (Life.CLOSED,),
+    Life.CLOSED: (Life.OPEN,),
+    Life.UNUSABLE: (Life.CLOSED,),
+    Life.ENDED: tuple(Life),
+}
+"""From where each is entered."""
 
 
 def duplicates(

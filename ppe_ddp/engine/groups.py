@@ -12,12 +12,11 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
@@ -34,9 +33,11 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused
 from ppe_ddp.engine.failures import (
+    CLIP,
     EQUALLY_OFTEN,
     LOOK_SECONDS,
     START,
+    UPDATE,
     Failure,
     Failures,
     HookProgress,
@@ -50,6 +51,8 @@ from ppe_ddp.engine.failures import (
     reason_of,
 )
 from ppe_ddp.engine.group_duplicates import (
+    LIFE_BEFORE,
+    Life,
     backends_of,
     check_wanted,
     close,
@@ -75,7 +78,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from ppe_ddp.contracts import Probe
-    from ppe_ddp.engine.group_duplicates import Release
+    from ppe_ddp.engine.group_duplicates import Release, User
 
 _MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
@@ -90,39 +93,6 @@ class _Renewing(threading.local):
 
 
 _RENEWING = _Renewing()
-
-
-class User(Protocol):
-    """The object that communicates in a wrapper's groups."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a collective may be under way, so that the connections must not be ended."""
-        ...
-
-
-class Life(enum.Enum):
-    """What can be done with the groups of a wrapper."""
-
-    BORROWED = enum.auto()
-    """They are the user's own, and stay open whatever happens."""
-    OPEN = enum.auto()
-    """They are duplicates of it, which can be used."""
-    CLOSED = enum.auto()
-    """A rank has failed: they have to be made anew."""
-    UNUSABLE = enum.auto()
-    """They cannot be made anew."""
-    ENDED = enum.auto()
-    """Python ends."""
-
-
-_BEFORE: dict[Life, tuple[Life, ...]] = {
-    Life.OPEN: (Life.CLOSED,),
-    Life.CLOSED: (Life.OPEN,),
-    Life.UNUSABLE: (Life.CLOSED,),
-    Life.ENDED: tuple(Life),
-}
-"""From where each is entered."""
 
 
 @dataclass(eq=False)
@@ -179,7 +149,7 @@ class Groups:
             ended_at_exit(self.pid).add(self)
 
     def _enter(self, life: Life) -> None:
-        assert self.life in _BEFORE[life], f"groups cannot go from {self.life.name} to {life.name}"
+        assert self.life in LIFE_BEFORE[life], f"groups cannot go from {self.life.name} to {life.name}"
         self.life, self.is_closed = life, life is not Life.OPEN
 
     @classmethod
@@ -262,10 +232,7 @@ class Groups:
             return
         self.check()
         self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
-        self._renewals.begin()
-        while self._renewals.was_refused_by(self.step):
-            self._renewals.end()  # in a step in which this rank has failed with the connections of before
-            self._renewals.begin()
+        self._begin_attempt()
         self.is_renewing = True
         _RENEWING.groups.append(self)
         try:
@@ -306,9 +273,18 @@ class Groups:
 
     def _agree(self) -> Generator[Probe, None, None]:
         """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
-        self._renewals.come(self.step)
         lost: list[LostRank] = []
-        failed: list[Failure] = []
+        outcome = yield from self._meet(lost)
+        while self._is_of_before(outcome):
+            self._next_attempt()
+            outcome = yield from self._meet(lost)
+        self._accept(outcome, lost)
+
+    def _meet(self, lost: list[LostRank]) -> Generator[Probe, None, MeetingOutcome]:
+        """Take part in one attempt; gives its outcome, and adds to ``lost`` the ranks that it was refused for here."""
+        failed = self._failed_since()
+        if not failed:
+            self._renewals.come(self.step)
 
         def look() -> None:
             lost.extend(self._lost.gone())
@@ -318,7 +294,7 @@ class Groups:
         can_go_on = paced(self._can_connect, longest=_LONGEST_PAUSE)
         seconds = self.timeout_seconds
         try:
-            yield can_go_on
+            yield lambda: failed or can_go_on()
         except (CommunicationError, PeerAbortedError):
             seconds = 0.0  # none of several wrappers has moved for the whole timeout
         progress = progress_engine(os.getpid())
@@ -330,7 +306,7 @@ class Groups:
         elif outcome is None:
             reason = f"it has waited in vain for {' and '.join(map(str, lost))}"
             outcome = self._renewals.refuse(self.step + 1, reason, lost)
-        self._accept(outcome, lost)
+        return outcome
 
     def _accept(self, outcome: MeetingOutcome, lost: Sequence[LostRank]) -> None:
         """Do what the ranks have decided; raises where they do not connect, for which this one has found ``lost``."""
@@ -373,8 +349,13 @@ class Groups:
     def _follow(self, outcome: MeetingOutcome) -> None:
         """Do what the ranks have decided; where they connect, they report to one another under the new number."""
         if not outcome.words:
-            self.step, *_ = outcome.refusal  # that in which this attempt has failed
-            self._renewals.end()
+            step, *_ = outcome.refusal
+            if step > self.step + 1 and self._failed_since():  # by one that has failed in this step before
+                self.step += 1
+                self._renewals.put_off()
+            else:
+                self.step = step
+                self._renewals.end()
             return
         self.step = max(outcome.words)  # the last step that is over
         if not self._is_agreed:
@@ -437,6 +418,26 @@ class Groups:
 
         return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
 
+    def _begin_attempt(self) -> None:
+        """Begin the attempt to connect again that belongs to the step which comes next here.
+
+        Ranks that were told of a failure in time have begun the first one in the step after it. Where this rank had not
+        heard of it, and has lost that step, too, that attempt is over.
+        """
+        self._renewals.begin()
+        if self._renewals.number == self.generation + 1:
+            reports = [failure for failure in self.failures.of_others() if failure.step < self.step]
+            if reports:
+                self._renewals.refuse(self.step, f"it had not heard that {reports[0]}")
+
+    def _next_attempt(self) -> None:
+        self._renewals.end()
+        self._renewals.begin()
+
+    def _is_of_before(self, outcome: MeetingOutcome) -> bool:
+        """Whether the attempt has failed in a step that this rank has lost without it."""
+        return not outcome.words and outcome.refusal[0] <= self.step
+
     def _end_attempt(self, error: BaseException) -> None:
         """End an attempt to connect again that has not succeeded here because of ``error``; the other ranks hear of it.
 
@@ -444,7 +445,9 @@ class Groups:
         """
         if not self._renewals.is_open:
             return
-        self._follow(self._renewals.refuse(self.step + 1, reason_of(error)))
+        while self._is_of_before(outcome := self._renewals.refuse(self.step + 1, reason_of(error))):
+            self._next_attempt()
+        self._follow(outcome)
         if self._renewals.is_open:
             self.step += 1
             if not isinstance(error, PeerAbortedError):
@@ -480,7 +483,7 @@ class Groups:
             return
         with contextlib.suppress(dist.DistError, CommunicationError):  # the store is gone; else the next step does
             self._end_attempt(error)
-            self._renewals.begin()
+            self._begin_attempt()
             self._end_attempt(error)
 
     def explained(self, error: Exception, what: str) -> CommunicationError | PeerAbortedError:
@@ -496,7 +499,9 @@ class Groups:
         if others:
             return self.failures.error(others)
         if lost:
-            return lost_error(self.rank, lost, f"{what}: {error}")
+            # What the transport saw is told of ranks that may still come, without its advice.
+            is_over = all(one.is_gone for one in lost)
+            return lost_error(self.rank, lost, what if is_over else f"{what}: {error}".partition(". ")[0])
         unnamed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
             "ends here, too, so look for the first traceback of all ranks."
@@ -513,19 +518,23 @@ class Groups:
         Returns:
             What to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
+        if phase in (CLIP, UPDATE) and (user := self.user()) is not None:
+            user.note_failure()
         if not self.is_duplicate or self.is_closed:
             return None
         instead: PpeDdpError | None = None
-        if isinstance(error, Exception) and is_of_transport(error) and not is_explained(error):
-            instead = self.explained(error, "the communication of this step")
-        told = instead or error
-        if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
-            lost = self._lost_of(told)
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
-        clear_frames(error)
-        self._lost.await_completion()
-        self.close()
+        try:
+            if isinstance(error, Exception) and is_of_transport(error) and not is_explained(error):
+                instead = self.explained(error, "the communication of this step")
+            told = instead or error
+            if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
+                lost = self._lost_of(told)
+                with contextlib.suppress(RuntimeError):  # the store may be gone
+                    self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
+            clear_frames(error)
+            self._lost.await_completion()
+        finally:  # also where an interrupt ends a wait
+            self.close()
         return instead
 
     def _lost_of(self, error: BaseException) -> Sequence[LostRank]:

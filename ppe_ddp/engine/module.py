@@ -117,13 +117,13 @@ class ModuleState:
         """The modules that have ``buffer``, each with its own name for it."""
         return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
 
-    def is_current(self) -> bool:
-        """Whether the module still holds the same parameters, of the same kind, in the same submodules.
+    def is_current(self, module: nn.Module) -> bool:
+        """Whether ``module`` is this one, with the same parameters, of the same kind, in the same submodules.
 
         Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
         """
         entries = list(chain.from_iterable(map(dict.values, self._tables)))
-        if len(entries) != len(self._entries) or any(self._empty_tables):
+        if module is not self._module or len(entries) != len(self._entries) or any(self._empty_tables):
             return False
         if not all(map(is_, entries, self._entries)):
             if [tuple(table) for table in self._tables] != self._keys:
@@ -200,13 +200,14 @@ def placements_of(tensor: Any) -> str:
     return f"{tensor.placements} on {tuple(tensor.device_mesh.shape)} of {tuple(tensor.shape)}"
 
 
-def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup) -> None:
+def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup, *, drops_steps: bool) -> None:
     """Refuse DTensors that are distributed over ranks which average with one another, or that FSDP2 keeps.
 
     Args:
         module: The wrapped module.
         distributed: Its parameters and buffers that are DTensors, by what they are called in messages.
         group: The ranks that gradients are averaged over.
+        drops_steps: Whether these ranks drop a step by themselves, where one has NaN.
 
     Raises:
         ValueError: Names the parameter or buffer.
@@ -223,6 +224,12 @@ def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: Proce
         )
     for name, tensor in distributed.items():
         mesh = sorted(tensor.device_mesh.mesh.flatten().tolist())
+        if drops_steps and len(mesh) > 1:
+            raise ValueError(
+                f"rank {rank}: check_for_nan_in_grad drops a step on ranks {ranks}, which average with one another; "
+                f"{name} is a DTensor over ranks {mesh}, of which the others would take it: check for NaN yourself, "
+                "over all ranks"
+            )
         both = [other for other in mesh if other in ranks and other != rank]
         if both:
             raise ValueError(

@@ -247,8 +247,8 @@ class Negotiation:
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
         fields = {"expanded": bytes([bool(expanded)])}
-        if self._generation != self._groups.generation:
-            self._restart()
+        if self._groups.is_closed or self._generation != self._groups.generation:
+            self._restart()  # ranks that have failed may have learned other lengths
         agreement = MaskExchange(self._exchanger, fingerprint(lines), fields).result()
         if not agreement.same:
             error = _disagreement(lines, self._groups)

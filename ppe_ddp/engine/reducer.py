@@ -23,7 +23,7 @@ import torch
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
 from ppe_ddp.engine.completion import Completion, SharedParameters, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
-from ppe_ddp.engine.record import in_ranges
+from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.errors import (
     AbortedError,
@@ -89,6 +89,7 @@ class Reducer(Generic[C]):
         self._lock = threading.RLock()  # in a CUDA backward, hooks are called by one thread a device
         self._backward: Backward | None = None
         self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
+        self._recorded: Callable[[], object] = lambda: None  # of the last backward in no_sync(), while it runs
         self._started: Completion | None = None
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
@@ -172,8 +173,13 @@ class Reducer(Generic[C]):
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
-        elif Weights.are_used() and self._arrivals.reached():
-            self.synchronizer.weights.note()
+        else:
+            if Weights.are_used() and self._arrivals.reached():
+                self.synchronizer.weights.note()
+            if EventLog.current is not None and self._recorded() is None:
+                end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
+                self._recorded = weakref.ref(end)
+                at_end_of_backward(end)
         for other in self._everyone():  # an error before it comes to their outputs has to end those, too
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
@@ -253,8 +259,11 @@ class Reducer(Generic[C]):
             self.synchronizer.on_accumulated(expected)
 
     def _refuse_gradient(self, index: int) -> NoReturn:
-        between = "between start_grad_sync() and finish_grad_sync(); finish first"
-        raise UnusableError(f"rank {self.groups.rank}: a backward reached {self._names[index]!r} {between}")
+        raise UnusableError(
+            f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
+            "finish_grad_sync(); finish first. Where the backward is of another wrapper that has this parameter, too, "
+            "call finish_grad_sync() alone, after it"
+        )
 
     def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
@@ -334,7 +343,11 @@ class Reducer(Generic[C]):
         then, drift = None, self.synchronizer.drift
         if not backward.silent and (self._user_grad_hooks.exist or (drift is not None and drift.raises)):
             then = partial(self._conclude, backward, drift)
-        return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn)
+        return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn, self.note_failure)
+
+    def note_failure(self) -> None:
+        """This step has failed on this rank, in this wrapper or in another one: nobody need be told of it."""
+        self.synchronizer.knows_of_failure = True
 
     def _conclude(self, backward: Backward, drift: DriftCheck | None) -> None:
         if self._user_grad_hooks.exist:
@@ -421,6 +434,11 @@ class Reducer(Generic[C]):
                 started.finish()
             self._started = started
             started.keep_open()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether :meth:`start` was called, and :meth:`finish` not."""
+        return self._started is not None
 
     def _forget_failed(self) -> None:
         """Another step begins, or this one is given up: nobody asks any more how what was started has ended."""

@@ -162,8 +162,8 @@ class Reduction(ABC):
         """All ranks take the step: nothing of it will be put back."""
         return
 
-    def warn_of_sparse(self, name: str) -> None:
-        """Warn, once, that the sparse gradient of parameter ``name`` is averaged without this function or hook."""
+    def note_sparse(self, name: str, _average: Tensor) -> None:
+        """The sparse gradient of parameter ``name`` was averaged without this function or hook; warns once."""
         if not self.is_plain_average and not self._has_warned:
             self._has_warned = True
             logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)

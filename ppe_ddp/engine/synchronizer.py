@@ -231,7 +231,7 @@ class BucketSynchronizer(Synchronizer):
             backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
             backward.recorder.agreed_at = perf_counter_ns()
             return
-        if self.announce is not None and not backward.recorder.asked_at and (backward.aborted or not backward.silent):
+        if self.announce is not None and not backward.has_run_out:
             self.announce()
         reached, weights = backward.waiting or self._nothing, self.weights
         is_left_out = backward.silent or (weights.is_nothing and self._policy.negotiate)
@@ -466,7 +466,7 @@ class BucketSynchronizer(Synchronizer):
         is_writer = backward.is_writer
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
-        users, has_parameters = b"", backward.aborted or not backward.silent
+        users, has_parameters = b"", not backward.has_run_out
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.

@@ -42,6 +42,8 @@ class Accelerator(accelerate.Accelerator):
     counted: tuple[float, int] | None = None
     """How many items of this rank a step's losses are divided by, and in how many backwards; transformers sets it."""
 
+    _joins_on_cpus = False
+
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
         if not ("MASTER_ADDR" in os.environ or dist.is_initialized()) and detect(os.environ).launcher != "alone":
@@ -66,10 +68,23 @@ class Accelerator(accelerate.Accelerator):
         return wrapper
 
     @property
+    def multi_device(self) -> bool:
+        """Whether several GPUs train; for a moment also CPUs, for :meth:`join_uneven_inputs`."""
+        return self._joins_on_cpus or bool(super().multi_device)
+
+    @property
     def _is_data_parallel(self) -> bool:
         """Whether Accelerate would wrap models in torch's ``DistributedDataParallel``."""
         is_sharded = self.parallelism_config is not None and self.parallelism_config.tp_enabled
         return not is_sharded and (self.multi_device or self.distributed_type == accelerate.DistributedType.MULTI_CPU)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None, None, None]:
+        """As Accelerate's, and on CPUs as well, where its own joins nothing."""
+        self._joins_on_cpus = self.distributed_type == accelerate.DistributedType.MULTI_CPU
+        with super().join_uneven_inputs(joinables, even_batches):
+            self._joins_on_cpus = False
+            yield
 
     def backward(self, loss: Tensor, *, count: float | Tensor | None = None, **kwargs: Any) -> None:
         """Call ``loss.backward()`` as Accelerate does.

@@ -9,7 +9,6 @@ launched in one order that every rank has: no rank waits in one group for a rank
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,11 +29,11 @@ from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-from ppe_ddp.errors import PeerAbortedError, PpeDdpError
+from ppe_ddp.errors import AbortedError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
-from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, needs_own_bucket
+from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,7 +66,8 @@ class BufferSynchronizer(Synchronizer):
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
         super().__init__(_duplicates(setup, default_group, self.module_state))
         self._names, self._parameters = self.module_state.names, self.module_state.parameters
-        self.copies = CopiesOfParameters(setup.module, setup.config, setup.groups.data or default_group, setup.groups)
+        self.model_parallel = ModelParallel(setup.groups, default_group)
+        self.copies = CopiesOfParameters(setup.module, setup.config, self.groups[0], setup.groups, self.model_parallel)
         self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
         self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
@@ -91,7 +91,7 @@ class BufferSynchronizer(Synchronizer):
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self.is_split = setup.groups.split_model
-        self._failure = ""
+        self._failure: PeerAbortedError | None = None
         self._error: Exception | None = None
         self._exchanges: list[MaskExchange] = []
         self._pending_results: Completion | None = None
@@ -198,7 +198,8 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> None:
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
-        self.forget_failure()
+        if not backward.aborted:  # else it ends the step that has failed
+            self.forget_failure()
         if self.weights.is_weighed:
             self.weights.settle()
             raise ValueError(
@@ -257,7 +258,7 @@ class BufferSynchronizer(Synchronizer):
             for vote in votes:
                 vote.watch(backward.recorder.note_vote)
         steps = self._finish_results(backward, schedule, votes)
-        self._pending_results = Completion(steps, groups[0].groups, threading.RLock())
+        self._pending_results = Completion(steps, groups[0].groups)
         self._pending_results.keep_open()
         self.is_sent = True
         self._unfinished = backward
@@ -268,16 +269,20 @@ class BufferSynchronizer(Synchronizer):
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
         self.is_sent = False
         instead = super().fail(backward, error)
-        told = instead or error
-        # As text: an error holds the frames that have raised it, and those the connections.
-        self._failure = str(told)
-        if not isinstance(told, PeerAbortedError):
-            self._failure = (
+        self._note_failure(instead or error)
+        return instead
+
+    def _note_failure(self, told: BaseException) -> None:
+        # A new one: an error holds the frames that have raised it, and those the connections.
+        if isinstance(told, PeerAbortedError):
+            self._failure = PeerAbortedError(*told.args)
+            vars(self._failure).update(vars(told))  # the rank, step, phase and reason
+        else:
+            self._failure = PeerAbortedError(
                 f"rank {self.groups[0].rank}: this step has failed here already, as this rank's own backward or its "
                 f"part in the communication raised {reason_of(told)}. Its gradients are not averages: call "
                 "zero_grad_buffer() and go on with the next step"
             )
-        return instead
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
         """End the communication for all ranks at once, also where only results are still waited for."""
@@ -288,6 +293,8 @@ class BufferSynchronizer(Synchronizer):
             assert completion is not None
             completion.close()
             self.is_sent = False
+        if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells those who split the model
+            self._note_failure(AbortedError(reason))
         return has_ended
 
     def put_back(self, backward: Backward) -> None:
@@ -375,18 +382,18 @@ class BufferSynchronizer(Synchronizer):
     @property
     def has_failed(self) -> bool:
         """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
-        return bool(self._failure)
+        return self._failure is not None
 
     def forget_failure(self) -> None:
         """Another step begins, or the failure is being raised."""
-        self._failure = ""
+        self._failure = None
 
     def raise_if_bad(self) -> None:
         """Raise what went wrong since the last call, on any rank, once."""
-        failure, self._failure = self._failure, ""
+        failure, self._failure = self._failure, None
         error, self._error = self._error, None
-        if failure:
-            raise PeerAbortedError(failure)
+        if failure is not None:
+            raise failure
         if error is not None:
             raise error
 
@@ -405,7 +412,7 @@ class BufferSynchronizer(Synchronizer):
             bucket.reset()
         self._holds_averages = False
         self.gradients.forget()
-        self._failure, self._error = "", None
+        self._failure = self._error = None
 
     def clear_some(self, indices: Sequence[int]) -> None:
         """Set the gradients of the parameters at ``indices`` to zero, after waiting for pending results."""

@@ -24,7 +24,6 @@ from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
-from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups
 from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import ReduceFunction
     from ppe_ddp.engine.zero.shards import ShardedModel
+    from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -157,7 +157,6 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.ddp_config = setup.ddp_config
         self.ddp_config.use()
         self.groups = setup.groups
-        self.model_parallel = ModelParallel(setup.groups, default_group())
         self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
         self.gradient_buffers = state = BufferSynchronizer(
             setup,
@@ -219,7 +218,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         for groups in state.groups:
             groups.check()
         # A recovery comes first: in it the other ranks speak of the module as it was.
-        if reducer.recover() and not state.module_state.is_current():
+        if reducer.recover() and not state.module_state.is_current(self.module):
             with reducer.looking_at_module():
                 module_state = ModuleState(self.module)
                 self._check_unchanged(state.module_state, module_state)
@@ -259,17 +258,24 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def start_grad_sync(self, *unused: object) -> None:
         """Send all accumulated gradients; does nothing where a backward or this has done so, or has failed.
 
-        With ``overlap_grad_reduce`` it does not wait. Without it, ``main_grad`` holds the averages afterwards, as in
-        Megatron, and what has gone wrong on any rank is raised by :meth:`finish_grad_sync`.
+        With ``overlap_grad_reduce`` it waits until all ranks have come so far that they agree on what is sent, and not
+        for the averages. Without it, ``main_grad`` holds the averages afterwards, as in Megatron, and what has gone
+        wrong on any rank is raised by :meth:`finish_grad_sync`.
 
         All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if not (synchronizer.is_sent or synchronizer.has_failed):
+        if not synchronizer.has_failed and (reducer.is_started or not synchronizer.is_sent):
             reducer.finish()
         if not self.ddp_config.overlap_grad_reduce:
             synchronizer.wait_for_results()
+
+    def begin_grad_sync(self) -> None:
+        """Begin what :meth:`finish_grad_sync` does, if anything is to be done, without waiting for other ranks."""
+        reducer = self._ready()
+        if not (reducer.synchronizer.is_sent or reducer.synchronizer.has_failed):
+            reducer.start()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.

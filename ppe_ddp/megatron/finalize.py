@@ -79,8 +79,9 @@ def finalize_model_grads(
     data-parallel and tensor-parallel ranks, is below the mean of all experts, down where it is above. Afterwards the
     counts are zero. (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.)
 
-    An error on one rank is raised on all ranks, where it names the rank, and no rank takes the step. A rank whose
-    backward has raised calls this all the same, where a model is split: it raises, and the others hear of it.
+    Where a model is split, by experts as well, an error on one rank is raised on all ranks, where it names the rank,
+    and no rank takes the step. A rank whose backward has raised calls this all the same there: it raises, and the
+    others hear of it.
 
     Args:
         model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one.
@@ -104,11 +105,14 @@ def finalize_model_grads(
     config = chunks[0].config
     _check(config)
     is_own = groups is None or groups == chunks[0].groups
-    parallel = chunks[0].model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
+    parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with parallel.step(), torch.no_grad():
         with ExitStack() as stack:  # a step that fails in one chunk is over in all of them
             for chunk in reversed(chunks):
                 stack.callback(chunk.finish_grad_sync, force_all_reduce)
+            if chunks[1:]:
+                for chunk in chunks:  # others may come to them in another order, in their backwards
+                    chunk.begin_grad_sync()
         plan = {
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
             "pipeline": _over_pipeline(chunks),
@@ -229,7 +233,7 @@ def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, p
     updated = [r for r in routers if r.training and not getattr(r, "frozen_expert_bias", False)]
     if updated:
         counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
-        for groups in (chunks[0].gradient_buffers.groups[0], parallel.group("tensor")):
+        for groups in (_data(chunks, parallel), parallel.group("tensor")):
             if groups is not None and groups.world_size > 1:
                 parallel.all_reduce(groups, counts)
         sizes = [router.local_tokens_per_expert.numel() for router in updated]
@@ -240,8 +244,13 @@ def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, p
         router.local_tokens_per_expert.zero_()
 
 
+def _data(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Groups:
+    """The data-parallel ranks: the wrapper's groups where no model is split, for which there are no others."""
+    return parallel.group("data") or chunks[0].gradient_buffers.groups[0]
+
+
 def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> None:
-    pipeline, data = parallel.group("pipeline"), chunks[0].gradient_buffers.groups[0]
+    pipeline, data = parallel.group("pipeline"), _data(chunks, parallel)
     if pipeline is not None:
         last, group = pipeline.world_size - 1, pipeline.buckets
         parallel.communicate(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import flattened_group, kept_with, new_group_named
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.completion import Completion
-from ppe_ddp.engine.failures import FINALIZE, reason_of
+from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, reason_of
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
@@ -107,6 +106,7 @@ def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
         return None
     if len(names) == 1:
         return mesh.get_group(names[0])
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in names)  # torch slices a mesh in its own order
     return flattened_group(mesh if names == mesh.mesh_dim_names else mesh[names])
 
 
@@ -175,9 +175,13 @@ def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
 class CopiesOfParameters(Copies):
     """Tells which parameters of a module are copies of another rank's, so that a norm counts each element once."""
 
-    def __init__(self, module: nn.Module, config: object, data: ProcessGroup, groups: ParallelGroups) -> None:
+    def __init__(
+        self, module: nn.Module, config: object, own: Groups, groups: ParallelGroups, parallel: ModelParallel
+    ) -> None:
         splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]
-        super().__init__(data, *(group for group in splits if dist.get_world_size(group) > 1))
+        super().__init__(own, own.parent, *(group for group in splits if dist.get_world_size(group) > 1))
+        self._parallel = parallel
+        self.are_of_parts = groups.split_model
         self._tensor_rank = _rank(groups.tensor)
         self._expert_rank = self._tensor_rank if groups.expert_tensor is None else _rank(groups.expert_tensor)
         self._stage = _rank(groups.pipeline)
@@ -188,6 +192,28 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(position_embedding(module, config)))
         is_split = groups.tensor is not None and dist.get_world_size(groups.tensor) > 1
         self.are_splits_marked = not is_split or any(hasattr(p, "tensor_model_parallel") for p in module.parameters())
+
+    @contextmanager
+    def agreeing(self) -> Generator[None, None, None]:
+        """See :meth:`Copies.agreeing`; over data-, tensor- and pipeline-parallel ranks."""
+        with self._parallel.step(CLIP) if self.is_split else super().agreeing():
+            yield
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """See :meth:`Copies.all_reduce`."""
+        if not self.is_split:
+            super().all_reduce(tensor, op)
+            return
+        self._parallel.renew()
+        for name in ("data", "tensor", "pipeline"):
+            groups = self._parallel.group(name)
+            if groups is not None:
+                self._parallel.all_reduce(groups, tensor, op)
+
+    def note_failed_update(self) -> None:
+        """See :meth:`Copies.note_failed_update`."""
+        if self.is_split:  # else the next step gathers what was left out
+            self._parallel.note_failed_update(has_failed=True)
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` adds to the norm on this rank.
@@ -214,21 +240,24 @@ def _rank(group: ProcessGroup | None) -> int:
 # ---------------------------------------------------------------------- collectives of one model
 
 
-class _Duplicate:
+class _Kept:
+    """What all wrappers over one process group share, one after another: its duplicate, and what it has to tell."""
+
     groups: Groups | None = None
+    has_failed_update = False
 
-
-def _duplicate_of(parent: ProcessGroup) -> Groups:
-    """The duplicate of ``parent``, made at the first call on all its ranks; all wrappers use it, one after another."""
-    kept = kept_with(parent, _Duplicate)
-    kept.groups = kept.groups or Groups.duplicate(parent)
-    return kept.groups
+    @classmethod
+    def of(cls, parent: ProcessGroup) -> _Kept:
+        """That of ``parent``, with a duplicate that was made at the first call on all its ranks."""
+        kept = kept_with(parent, cls)
+        kept.groups = kept.groups or Groups.duplicate(parent)
+        return kept
 
 
 class ModelParallel:
     """Collectives over the groups that split one model; all their ranks must make theirs together.
 
-    Groups of one rank are left out. Where there are others, the data-parallel group is among them: one after another
+    Groups of one rank are left out. Where the model is split, the data-parallel group is among them: one after another
     they join all ranks of the job, so that all know of a rank that drops the step.
     """
 
@@ -236,21 +265,25 @@ class ModelParallel:
         parents = {name: getattr(groups, name) for name in _SPLITS}
         found = {name: one for name, one in parents.items() if one is not None and dist.get_world_size(one) > 1}
         data = groups.data or default_group
-        if found and dist.get_world_size(data) > 1:
+        if (found or groups.expert is not None) and dist.get_world_size(data) > 1:
             found["data"] = data
-        self._groups = {name: _duplicate_of(parent) for name, parent in found.items()}
+        self._kept = {name: _Kept.of(parent) for name, parent in found.items()}
+        self._groups = {name: kept.groups for name, kept in self._kept.items() if kept.groups is not None}
         self._distinct = [*{id(groups): groups for groups in self._groups.values()}.values()]
         self._waits_in: Groups | None = None
+        self._phase = FINALIZE
+        self._has_come = False  # to connect again, in this call
 
     def group(self, name: str) -> Groups | None:
         """The duplicates of a group, by its name in :class:`ParallelGroups`; None where this rank is alone."""
         return self._groups.get(name)
 
     @contextmanager
-    def step(self) -> Generator[None, None, None]:
+    def step(self, phase: str = FINALIZE) -> Generator[None, None, None]:
         """Run one step's collectives: what is raised inside reaches the ranks of all groups."""
+        self._phase, self._has_come = phase, False
+        self._begin_step([groups for groups in self._distinct if not groups.is_closed])
         try:
-            self._renew()
             yield
         except BaseException as error:
             instead = self._give_up(error)
@@ -259,8 +292,10 @@ class ModelParallel:
             raise instead from error
         finally:
             self._waits_in = None
-            for groups in self._distinct:
-                groups.begin_step()
+
+    def _begin_step(self, connected: Sequence[Groups]) -> None:
+        for groups in connected:
+            groups.begin_step()
 
     def communicate(self, groups: Groups, start: Callable[[], Waitable], device: torch.device) -> None:
         """Wait for the collective that ``start`` begins in ``groups``, or until a rank of it reports a failure."""
@@ -268,25 +303,47 @@ class ModelParallel:
         groups.failures.wait(start(), device)
         self._waits_in = None
 
-    def all_reduce(self, groups: Groups, tensor: Tensor) -> None:
-        """Sum ``tensor`` over ``groups``, in place."""
-        self.communicate(groups, lambda: dist.all_reduce(tensor, group=groups.buckets, async_op=True), tensor.device)
+    def all_reduce(self, groups: Groups, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce ``tensor`` over ``groups``, in place."""
+        start = partial(dist.all_reduce, tensor, op, group=groups.buckets, async_op=True)
+        self.communicate(groups, start, tensor.device)
 
     def agree(self, described: Mapping[str, Sequence[str]]) -> None:
         """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
 
+        Connects again first, where a failure has closed the groups. The wrappers have done so by then, in whatever
+        order the ranks came to their own.
+
         Args:
             described: What is sent in which group, a line each.
+
+        Raises:
+            DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
         """
+        self.renew()
+        failed = dist.get_rank() if any(kept.has_failed_update for kept in self._kept.values()) else -1
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code])
+            extremes = torch.tensor([code, -code, failed])
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
                 raise _disagreement(groups, all_gather_json(lines, groups.control))
+            failed = int(extremes[2])
+        self.note_failed_update(has_failed=False)  # all are told
+        if failed >= 0:
+            raise DisagreementError(
+                f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "
+                "its model have taken: what they have copies of (norms, embeddings) may differ. Load a checkpoint, or "
+                "copy these parameters, and go on"
+            )
+
+    def note_failed_update(self, *, has_failed: bool) -> None:
+        """Whether the next :meth:`agree`, of any chunk of the model, tells all ranks of an optimizer's step."""
+        for kept in self._kept.values():
+            kept.has_failed_update = has_failed
 
     def _vote(self, groups: Groups, extremes: Tensor) -> None:
         """Find the maxima over the ranks; once more, with new connections, if a rank had failed after the last step."""
@@ -294,34 +351,44 @@ class ModelParallel:
         try:
             self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
         except Exception as error:
-            instead = groups.fail(error, FINALIZE) or error
+            instead = groups.fail(error, self._phase) or error
             if not isinstance(instead, PeerAbortedError) or instead.step is None or instead.step >= groups.step:
                 raise instead from error
             logger.warning("%s (This rank's gradients of that call were complete.)", instead)
+            groups.step -= 1  # it begins once more
             for other in self._distinct:
                 if not other.is_closed and any(report.step < other.step for report in other.failures.of_others()):
-                    other.fail(instead, FINALIZE)
-            self._renew()
+                    other.fail(instead, self._phase)
+                    other.step -= 1
+            self.renew()
             extremes.copy_(mine)
             self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
         """Make new connections where a failure has closed them."""
+        self._has_come = True
         for groups in self._distinct:
             groups.check()
-        if self._distinct:
-            Completion(renewing_all(self._distinct), self._distinct[0], threading.RLock()).finish()
+        closed = [groups for groups in self._distinct if groups.is_closed]
+        if closed:
+            try:
+                Completion(renewing_all(closed), closed[0]).finish()
+            finally:
+                self._begin_step([groups for groups in closed if not groups.is_closed])
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""
-        instead = self._waits_in.fail(error, FINALIZE) if self._waits_in is not None else None
+        instead = self._waits_in.fail(error, self._phase) if self._waits_in is not None else None
         cause = instead or error
         told = (isinstance(cause, PeerAbortedError) and cause.reason) or reason_of(cause)
         if "of the job)" not in told:
             told += f" (rank {dist.get_rank()} of the job)"
+        aborted = AbortedError(told.removeprefix("AbortedError: "))
         for groups in self._distinct:
-            if groups is not self._waits_in:
-                groups.fail(AbortedError(told.removeprefix("AbortedError: ")), FINALIZE)
+            if groups.is_closed and not self._has_come:
+                groups.skip_step(aborted)
+            elif groups is not self._waits_in:
+                groups.fail(aborted, self._phase)
         return instead
 
 

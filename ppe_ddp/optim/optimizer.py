@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,11 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
-from ppe_ddp.engine.zero.shards import ShardedModel
-from ppe_ddp.errors import NonFiniteGradientError, UnusableError
+from ppe_ddp.engine.zero.shards import Copies, ShardedModel
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -83,6 +80,8 @@ class DistributedOptimizer(Optimizer):
         TypeError: ``optimizer`` is none, there is no ``model``, or it cannot shard.
     """
 
+    _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
+
     def __init__(
         self,
         optimizer: Optimizer | type[Optimizer],
@@ -103,7 +102,7 @@ class DistributedOptimizer(Optimizer):
         self._dtype = master_dtype
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # whose gradient a scaler's check was told by
-        self._is_stepping = False
+        self._is_stepping, self._last_step = False, -1
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
@@ -113,6 +112,7 @@ class DistributedOptimizer(Optimizer):
             group["params"] = self._take_over(group["params"])
         self._gather = ParameterGather([self._model], self._on_installed())
         self._overlaps = overlap
+        self._everyone.add(self)
         if overlap and modules is not None:
             self._gather.watch(modules)
         # What Optimizer.__init__ does, without groups of its own: as when an optimizer is unpickled.
@@ -174,6 +174,11 @@ class DistributedOptimizer(Optimizer):
         return self._inner.param_groups
 
     @property
+    def model_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the model that it updates."""
+        return [master.shard.parameter for master in self._masters]
+
+    @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by master weight: of this rank's shards."""
         self._flat_step.separate()
@@ -206,7 +211,13 @@ class DistributedOptimizer(Optimizer):
         for master in self._masters:
             if (gradient := master.weight.grad) is not None:
                 kinds.setdefault((gradient.device, gradient.dtype), master)
-        check = ScaleCheck(len(kinds), self._model.copies.groups)
+        if not kinds and self._masters and self._model.copies.are_of_parts:
+            # The others wait for this rank, whose experts have seen no token: the scaler has to find something here,
+            # until gradients are assigned again, as they are before each use.
+            master = min(self._masters, key=lambda one: one.weight.numel())
+            master.weight.grad = torch.zeros_like(master.weight)
+            kinds[master.weight.device, master.weight.dtype] = master
+        check = ScaleCheck(len(kinds), self._model.copies)
         for master in kinds.values():
             assert master.weight.grad is not None
             master.weight.grad = SharedScaleCheck.of(master.weight.grad, check)
@@ -244,15 +255,22 @@ class DistributedOptimizer(Optimizer):
         self._is_stepping = True
         try:
             self._flat_step.step()
-            # by what all ranks have, whatever a user has made of this rank's gradients
-            self._send(exists)
+            if not self._model.groups.is_closed:  # by a failure in this step; the next one gathers everything
+                # by what all ranks have, whatever a user has made of this rank's gradients
+                self._send(exists)
         except BaseException as error:
+            if not isinstance(error, PeerAbortedError):
+                self._model.copies.note_failed_update()
             peer_error = self._gather.fail(error)
+            if self._overlaps:  # other ranks may have gone on to the next optimizer, which is not stepped here
+                for other in set(self._everyone) - {self}:
+                    if other._last_step != other._model.groups.step:
+                        other._gather.fail(error)
             if peer_error is None:
                 raise
             raise peer_error from error
         finally:
-            self._is_stepping = False
+            self._is_stepping, self._last_step = False, self._model.groups.step
         return loss
 
     def _send(self, updated: Sequence[bool]) -> None:
@@ -337,17 +355,24 @@ def clip_grad_norm_(
         The norm before clipping, 0-dimensional, the same on every rank.
     """
     models = [optimizer._model for optimizer in optimizers]
-    groups = models[0].copies.groups
-    if any(list(model.copies.groups) != list(groups) for model in models):
+    copies = models[0].copies
+    if any(list(model.copies.parents) != list(copies.parents) for model in models):
         raise ValueError("clip_grad_norm_ takes optimizers whose models are split over the same process groups")
     names: set[str] = set()
-    parts = [optimizer._gradients(names) for optimizer in optimizers]
     weights = [master.weight for optimizer in optimizers for master in optimizer._masters]
     device = weights[0].device if weights else torch.device("cpu")
     is_unknown = not all(model.copies.are_splits_marked for model in models)
     with torch.no_grad():
-        counted = [gradient for _, of_one in parts for gradient in of_one]
-        norm = total_norm(counted, float(norm_type), device, groups, is_unknown=is_unknown)
+        with copies.agreeing():
+            parts = [optimizer._gradients(names) for optimizer in optimizers]
+            counted = [gradient for _, of_one in parts for gradient in of_one]
+            norm, is_unknown = total_norm(counted, float(norm_type), device, copies, is_unknown=is_unknown)
+        if is_unknown:
+            raise ValueError(
+                "tensor-parallel ranks clip by the norm of the whole model, for which it must be known which "
+                "parameters are split: set parameter.tensor_model_parallel, True for these and False for copies, as "
+                "Megatron does"
+            )
         if error_if_nonfinite and not norm.isfinite():
             raise NonFiniteGradientError(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
@@ -409,13 +434,13 @@ def total_norm(
     shards: Sequence[Tensor],
     norm_type: float,
     device: torch.device,
-    groups: Sequence[ProcessGroup],
+    copies: Copies,
     *,
-    is_unknown: bool = False,
-) -> Tensor:
-    """The norm of the gradients whose shards the ranks of ``groups`` have: 0-dimensional, the same on every rank.
+    is_unknown: bool,
+) -> tuple[Tensor, bool]:
+    """The norm of the gradients whose shards the ranks of the model have: 0-dimensional, the same on every rank.
 
-    ``shards`` are without copies of another rank's; where a rank does not know which are (``is_unknown``), all raise.
+    ``shards`` are without copies of another rank's; also whether it ``is_unknown`` to some rank which are.
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
@@ -427,27 +452,22 @@ def total_norm(
         value = stacked.max() if is_max else stacked.pow(norm_type).sum()
     unknown = torch.full_like(value, float(is_unknown))
     total = torch.stack([value, value.isnan().to(value), unknown])  # transports take the maximum with NaN differently
-    for group in groups:
-        dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-    if len(groups) > 1 and total[2] > 0:
-        raise ValueError(
-            "tensor-parallel ranks clip by the norm of the whole model, for which it must be known which parameters "
-            "are split: set parameter.tensor_model_parallel, True for these and False for copies, as Megatron does"
-        )
+    copies.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     norm = total[0] if is_max else total[0].pow(1.0 / norm_type)
-    return torch.where(total[1] > 0, math.nan, norm).to(dtype)
+    norm = torch.where(total[1] > 0, math.nan, norm).to(dtype)
+    return norm, copies.is_split and bool(total[2] > 0)  # else the host need not wait for a GPU
 
 
 class ScaleCheck:
-    """One check for inf over the ranks of ``groups``, which the scaler makes in one call for each device and dtype.
+    """One check for inf over all ranks of a model, which the scaler makes in one call for each device and dtype.
 
     Only the last of so many ``calls`` communicates, so that ranks whose gradients have other dtypes and devices send as
     many messages.
     """
 
-    def __init__(self, calls: int, groups: Sequence[ProcessGroup]) -> None:
+    def __init__(self, calls: int, copies: Copies) -> None:
         self._missing = calls
-        self._groups = groups
+        self._copies = copies
         self._found: list[Tensor] = []
 
     def add(self, found: Tensor) -> None:
@@ -458,8 +478,8 @@ class ScaleCheck:
             return
         for other in self._found[:-1]:
             found.copy_(found.maximum(other.to(found.device)))
-        for group in self._groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        with self._copies.agreeing():
+            self._copies.all_reduce(found, dist.ReduceOp.MAX)
 
 
 class SharedScaleCheck(Tensor):

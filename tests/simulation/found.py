@@ -13,6 +13,7 @@ from .wrappers import Wrapping
 
 _RECIPE = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
 _STEP = TrainingStep(StepKind.ONE_BACKWARD)
+_ABSENT = TrainingStep(StepKind.ABSENT)
 _TORN = Fault(0, 1, Where.LOSS, 0)
 
 
@@ -21,13 +22,14 @@ def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STE
     return Program(seed, len(nodes), (_RECIPE,) * count, options, wrapping, (step, step), nodes, faults)
 
 
-def found(orders=8):
+def found(orders=5):
     """Each in so many orders of events."""
     kept = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
     programs = []
     for seed in range(orders):
         dies = (Fault(0, 0, Where.LOSS, 0), Fault(1, 1, Where.DIES, 1 + 5 * seed))
         interrupted = (Fault(0, 0, Where.INTERRUPT, 21), Fault(0, 1, Where.LOSS, 0))
+        packing_interrupted = (Fault(0, 0, Where.PACKING, 0), Fault(1, 0, Where.INTERRUPT, 72 + 5 * seed))
         programs += [
             # A rank, interrupted in a step that another one had completed, failed in the next: it was waited for.
             _program(seed, ("here", "there"), interrupted),
@@ -41,10 +43,28 @@ def found(orders=8):
             _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER),
             # ... for which compressor.
             _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.SIGN, step=kept),
+            # A rank was interrupted while it ended a step that had failed: a compressor raised that in the next step.
+            _program(seed, ("",) * 2, packing_interrupted, wrapping=Wrapping.SIGN, step=kept),
             # A rank has died while the updated parameters were gathered: the others had an error that named nobody.
             _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + 2 * seed),), wrapping=Wrapping.OPTIMIZER),
             # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
+        ]
+        programs += [
+            # A forward after join() still told of itself in the user's group, which a rank without one never answers.
+            dataclasses.replace(_program(seed, ("here",) * 2, ()), steps=(_STEP, _ABSENT), counts=(1, 1)),
+            # A rank failed in its first step after join(), while others still received its parameters.
+            dataclasses.replace(_program(seed, ("here",) * 2, (Fault(1, 1, Where.LOSS, 0),)), counts=(1, 1)),
+            # A rank that had run out took part in no step after one with a gradient that is no number.
+            dataclasses.replace(
+                _program(seed, ("here",) * 2, (Fault(1, 1, Where.NAN, 0),), wrapping=Wrapping.CHECKED),
+                steps=(_STEP,) * 3,
+                counts=(1, 3),
+            ),
+            # After a failure in one of two wrappers the other averaged what they share once more: with zeros in join().
+            dataclasses.replace(
+                _program(seed, ("here",) * 2, (Fault(0, 0, Where.PACKING, 0),), count=2), shares="heads", counts=(2, 1)
+            ),
         ]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))

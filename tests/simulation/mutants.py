@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from ppe_ddp import joining
 from ppe_ddp.backends import rank_store
 from ppe_ddp.compression import comm_state
 from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
@@ -51,6 +52,7 @@ class Mutant:
 
 
 SYNC, REDUCER, GROUPS = synchronizer.BucketSynchronizer, reducer.Reducer, groups.Groups
+JOIN = joining.DdpJoinHook
 MEGATRON = buffer_synchronizer.BufferSynchronizer
 # title, owner, method, what is there, what takes its place
 MUTANTS = [
@@ -150,7 +152,7 @@ MUTANTS = [
             "turns are those of this rank",
             completion,
             "arrange",
-            "sorted(joined, key=lambda turn: turn._shared.groups.name)",
+            "sorted(joined, key=lambda turn: in_order(turn._shared.groups))",
             "sorted(joined, key=id)",
         ),
         # sums
@@ -241,7 +243,7 @@ MUTANTS = [
             "if gone := self._lost.gone():",
             "if gone := []:",
         ),
-        ("the dead are not looked for in a meeting", GROUPS, "_agree", "lost.extend(self._lost.gone())", "None"),
+        ("the dead are not looked for in a meeting", GROUPS, "_meet", "lost.extend(self._lost.gone())", "None"),
         (
             "a hook of ppe's kind that raises tells nobody",
             REDUCER,
@@ -249,9 +251,17 @@ MUTANTS = [
             "yield from self._finish_aborted(backward)",
             "yield from ()",
         ),
+        # join()
+        ("join: a failed step ends it", JOIN, "_listen", "PeerAbortedError, Non", "Non"),
+        ("join: NaN ends it", JOIN, "_listen", ", NonFiniteGradientError", ""),
+        ("join: who has run out does not connect again", JOIN, "_hears", "self._connect(reducer)", "pass"),
+        ("join: it ends before all have their parameters", JOIN, "post_hook", "groups.await_start()", "pass"),
+        ("join: averages over all ranks in any case", SYNC, "_factors", "if self.scale_by_active", "if False"),
+        ("join: who has run out announces, too", SYNC, "start_negotiation", "and not backward.has_run_out", ""),
+        ("join: parameters in common are averaged twice", completion.Turn, "_claims", "is _State.ASKED", "is None"),
         # Megatron's wrapper
         ("main_grad is averaged twice", MEGATRON, "start_negotiation", "self.wait_for_results()", "pass"),
-        ("a failure of Megatron's is told twice", MEGATRON, "forget_failure", 'self._failure = ""', "pass"),
+        ("a failure of Megatron's is told twice", MEGATRON, "forget_failure", "self._failure = None", "pass"),
         ("a late gradient of Megatron's is lost", MEGATRON, "_take_results", "if any(outcome.mask):", "if False:"),
         ("main_grad is not put back", MEGATRON, "put_back", "bucket.put_back()", "pass"),
         (

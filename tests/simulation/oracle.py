@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from law_steps import Expectation, Reference, Zeroing
-from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import CommunicationError, NonFiniteGradientError
 
 from .faults import RAISING, Where
 from .scheduler import Unsound
@@ -24,19 +24,27 @@ class ExactReference(Reference):
     Args:
         modules: The module of each rank.
         where_used: Whether a gradient is averaged over the ranks that have it.
+        by_active: Whether all are averaged over the ranks that have inputs.
 
     Attributes:
         local: By rank, the gradients by name that it had before they were averaged; its own, as no step changes them.
     """
 
-    def __init__(self, modules, *, where_used=False):
+    def __init__(self, modules, *, where_used=False, by_active=False):
         self._copies = modules
-        self._where_used = where_used
+        self._where_used, self._by_active = where_used, by_active
         self._parameters = [module.table for module in modules]
         self._give_buffers(dict(modules[0].named_buffers()))
 
+    @property
+    def present(self):
+        """The copies of the ranks that have inputs."""
+        return [copy for rank, copy in enumerate(self._copies) if rank not in self.absent]
+
     def _average(self):
-        self.local = [copy.gradients() for copy in self._copies]
+        nothing = dict.fromkeys(self._parameters[0])
+        copies = enumerate(self._copies)
+        self.local = [nothing if rank in self.absent else copy.gradients() for rank, copy in copies]
         means, scales, share = {}, {}, 1.0 / len(self.local)
         for name, own in self._parameters[0].items():
             given = [table[name] for table in self.local]
@@ -47,11 +55,13 @@ class ExactReference(Reference):
             for gradient in given:
                 part = torch.zeros_like(own) if gradient is None else torch.mul(gradient, share)
                 total = part if total is None else total + part
-            count = sum(gradient is not None for gradient in given)
-            means[name] = total.detach() * (len(given) / count if self._where_used else 1.0)
+            count = len(given) - (len(self.absent) if self._by_active else 0)
+            if self._where_used:
+                count = sum(gradient is not None for gradient in given)
+            means[name] = total.detach() * (len(given) / count)
             scales[name] = max(float(g.abs().max()) for g in given if g is not None) if own.numel() else 0.0
             is_sparse = any(table[name].grad is not None and table[name].grad.is_sparse for table in self._parameters)
-            for table in self._parameters:
+            for table in (table for rank, table in enumerate(self._parameters) if rank not in self.absent):
                 table[name].grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
         self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
         return Expectation(means, scales, (), self._buffers)
@@ -92,9 +102,10 @@ class Oracle:
         self.run, self.program = run, run.program
         copies = [plain_models(self.program) for _ in range(self.program.world_size)]
         where_used = self.program.options.get("average_where_used", False)
-        self.reference = ExactReference(copies, where_used=where_used)
+        self.reference = ExactReference(copies, where_used=where_used, by_active=not self.program.divides_by_all)
         self.has_failed = False
         self.is_torn = False
+        self.ahead = set()  # ranks that have raised in the step after this one
         self.residuals = [{} for _ in range(self.program.world_size)]
         # Two halves are exact in any way; else some divide by three, and others multiply by a third.
         count, wrapping = self.program.world_size, self.program.wrapping
@@ -106,7 +117,9 @@ class Oracle:
         """Compare, step by step."""
         for number, step in enumerate(self.program.steps):
             if not self._check_step(number, step):
-                break
+                return
+            if number + 1 == max(self.program.counts, default=0):
+                self._check_join()
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
@@ -116,14 +129,16 @@ class Oracle:
         program, faults = self.program, self.run.faults
         results = [steps[number] for steps in self.run.results]
         raising = {f.rank for f in faults.fired if f.step == number and f.where in RAISING}
+        self.ahead = {f.rank for f in faults.fired if f.step == number + 1 and f.where in RAISING}
         interrupted = {f.rank for f in faults.fired if f.step == number and f.where is Where.INTERRUPT}
         dying = {f.rank: f.step for f in faults.fired if f.where is Where.DIES}
         died = [dying[rank] for rank in self.run.scheduler.dead]
         copies = self.reference.copies
         before = [copy.gradients() for copy in copies]
+        self.reference.absent = {rank for rank in range(len(copies)) if not program.has_inputs(rank, number)}
         for rank, copy in enumerate(copies):
             copy.is_poisoned = faults.poisons(rank, number)
-            for change in program.changes:
+            for change in program.changes if rank not in self.reference.absent else ():
                 change.apply(rank, number, copy)
         expected = self.reference.expectations(step, program.recipes[0], number)
         for k, expectation in enumerate(expected):
@@ -143,7 +158,7 @@ class Oracle:
                 self._check_failed(place, there, raising, expectation, before, zeroing, is_fatal=is_fatal)
                 self.reference_zero()
                 return not any(step <= number for step in died)
-            if len(there) < program.world_size:
+            if len(there) < len(self.reference.present):
                 raise Unsound(f"{place}: only ranks {sorted(there)} have come")
             if is_bad:
                 self.has_failed = True
@@ -157,17 +172,27 @@ class Oracle:
             self._check_update(number)
         return True
 
+    def _check_join(self):
+        """All ranks have left join(): each has what those had that went on to the end."""
+        first, values = self.run.joined[0], self.reference.present[0].parameter_values()
+        for copy in self.reference.copies:
+            copy.give(values)
+        for rank, (parameters, buffers) in enumerate(self.run.joined):
+            wrong = differences(parameters, first[0]) + differences(buffers, first[1])
+            wrong += differences(parameters, values, exact=self.is_exact)
+            _raise(f"rank {rank}, after join()", wrong)
+
     def _is_bad(self):
         """Whether a rank has a gradient that is no number."""
         return any(g is not None and not bool(g.isfinite().all()) for own in self.reference.local for g in own.values())
 
     def _check_update(self, number):
         """Take a step of plain gradient descent in every copy, and compare."""
-        for copy in self.reference.copies:
+        for copy in self.reference.present:
             copy.update()
         if self.is_torn:
             return
-        expected, first = self.reference.copies[0].parameter_values(), None
+        expected, first = self.reference.present[0].parameter_values(), None
         for rank, steps in enumerate(self.run.parameters):
             if steps[number] is not None:
                 wrong = differences(steps[number], expected, exact=self.is_exact)
@@ -176,7 +201,7 @@ class Oracle:
                 _raise(f"rank {rank}, parameters after step {number}", wrong)
 
     def _check_good(self, place, rank, result, expectation, there, *, is_dropped):
-        wrapping, first = self.program.wrapping, there[0]
+        wrapping, first = self.program.wrapping, next(iter(there.values()))
         if self.is_torn:  # some have taken a step that others have not
             if wrapping is not Wrapping.OPTIMIZER:
                 _raise(place, differences(result.gradients, first.gradients))
@@ -247,7 +272,7 @@ class Oracle:
                 if is_clear and result.is_exact and not any(_same(got, one, exact=self.is_exact) for one in fitting):
                     texts = [None if one is None else one.tolist() for one in (got, own[name])]
                     raise Unsound(f"{here}: {name} is {texts[0]}, and the rank had computed {texts[1]}")
-            if several:  # one wrapper may have taken the step, and another not
+            if several or error is None:  # one wrapper, or rank, may have taken the step, and another not
                 self.residuals[rank] = result.residuals
             if is_clear and error is not None and not _are_same(result.residuals, self.residuals[rank]):
                 raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
@@ -256,11 +281,13 @@ class Oracle:
         """Hold what a rank has been told of a failure to what has happened."""
         program, dead = self.program, self.run.scheduler.dead
         if is_fatal:
-            named = set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
+            named, raising = _named(error), raising | self.ahead  # of which one hears that has lost a dead rank
             # With several wrappers a rank that looks for others in one of them does not answer in another.
             # Known: nor does one that only waits answer a rank of another node.
             is_loose = len(program.recipes) > 1 or len(set(program.nodes)) > 1 or "" in program.nodes
             is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
+            # The one that was told of it in one wrapper gives up the others: its own error says of whom it has heard.
+            is_right |= len(program.recipes) > 1 and any(self._names(one, dead | raising) for one in named)
             # Who dies between its word and its count is known to nobody.
             is_right |= "rank that came too late" in str(error)
             # Known: who dies while a group is made anew is missed after the timeout alone.
@@ -272,12 +299,17 @@ class Oracle:
                 raise Unsound(f"{here}: has its averages, while others have failed")
         elif program.wrapping is Wrapping.CHECKED and self._is_bad() and isinstance(error, NonFiniteGradientError):
             pass
-        elif rank not in raising and not (isinstance(error, PeerAbortedError) and error.rank in raising):
+        elif rank not in raising and not _named(error) & raising:
             raise Unsound(f"{here}: {raising} have failed, and this is {type(error).__name__}: {error}")
+
+    def _names(self, rank, culprits):
+        """Whether an error of ``rank`` names one of these."""
+        results = self.run.results[rank] if rank is not None else []
+        return any(_named(one.error) & culprits for step in results for one in step if one.error is not None)
 
     def reference_zero(self):
         """Forget the gradients of a step that has failed."""
-        for copy in self.reference.copies:
+        for copy in self.reference.present:
             for parameter in copy.table.values():
                 parameter.grad = None
 
@@ -291,6 +323,10 @@ class Oracle:
                 self._check_error(f"rank {rank}", rank, error, set(), is_fatal=True)
             if rank != fault.rank and not is_told and not steps[-1]:
                 raise Unsound(f"rank {rank} has neither ended nor been told that rank {fault.rank} is dead")
+
+
+def _named(error):
+    return set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
 
 
 def _same(first, second, *, exact=True):

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import weakref
+from collections import defaultdict
 from unittest import mock
 
 import torch
@@ -44,15 +45,14 @@ class _OwnReducers:
     """The reducers of the rank that asks, in an order that the seed decides: a process has them in no order."""
 
     def __init__(self):
-        self._all = []
+        self._of = defaultdict(list)  # by process, of which no two histories have the same
 
     def __setitem__(self, _identity, reducer):
-        self._all = [(pid, one) for pid, one in self._all if one() is not None]
-        self._all.append((Scheduler.current.pid(), weakref.ref(reducer)))
+        self._of[Scheduler.current.pid()].append(weakref.ref(reducer))
 
     def valuerefs(self):
         scheduler = Scheduler.current
-        own = [one for pid, one in self._all if pid == scheduler.pid() and one() is not None]
+        own = [one for one in self._of[scheduler.pid()] if one() is not None]
         scheduler.draw.shuffle(own)
         return own
 

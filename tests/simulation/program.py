@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from torch import distributed as dist
+from torch.distributed.algorithms.join import Join
 
 from law_models import Kind, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing, perform
@@ -26,6 +27,9 @@ _ONE_SYNCHRONIZATION = [
 ]
 # A DistributedOptimizer keeps averages apart from what comes after them, and one process does not.
 _WHERE_USED = (*SCALED_FIRST, Wrapping.HOOK)
+_IN_JOIN = [kind for kind in StepKind if kind is not StepKind.LOOK and "ABSENT" not in kind.name]  # forwards of all
+# Known: torch's Join counts forwards in the user's group, so those of a step that fails must be as many on each rank.
+_FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and kind is not StepKind.MICRO_BATCHES]
 _TIMEOUT = timedelta(seconds=300)
 
 
@@ -44,6 +48,9 @@ class Program:
         faults: What befalls the ranks.
         shares: What the modules have in common: ``"heads"``, ``"all"``, or nothing.
         changes: What single ranks do to their parameters.
+        counts: By rank, for how many steps it has inputs; the first steps are in join(), up to the highest of these.
+            Empty where there is no join().
+        divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
     """
 
     seed: int
@@ -56,6 +63,8 @@ class Program:
     faults: tuple[Fault, ...]
     shares: str = ""
     changes: tuple[Change, ...] = ()
+    counts: tuple[int, ...] = ()
+    divides_by_all: bool = True
 
     @classmethod
     def of(cls, seed):
@@ -99,7 +108,26 @@ class Program:
             changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
         if wrapping in _WHERE_USED and not shares:
             options["average_where_used"] = draw.random() < 0.3
-        return cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
+        one = cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
+        can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
+        can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
+        return one.joining(draw) if can_join and draw.random() < 0.15 else one
+
+    def joining(self, draw):
+        """The same in join(), with other numbers of steps for each rank."""
+        count, fit = draw.randint(1, len(self.steps)), _FAILING_IN_JOIN if self.faults else _IN_JOIN
+        steps = [
+            step if step.kind in fit or number >= count else dataclasses.replace(step, kind=StepKind.ONE_BACKWARD)
+            for number, step in enumerate(self.steps)
+        ]
+        counts = [draw.randint(0, count) for _ in range(self.world_size)]
+        counts[draw.randrange(self.world_size)] = count
+        by_all = draw.random() < 0.5
+        return dataclasses.replace(self, steps=tuple(steps), counts=tuple(counts), divides_by_all=by_all)
+
+    def has_inputs(self, rank, number):
+        """Whether ``rank`` takes a step: it has inputs, or all have left join()."""
+        return not self.counts or number < self.counts[rank] or number >= max(self.counts)
 
     @property
     def is_sparse(self):
@@ -144,6 +172,7 @@ class Run:
         faults: What has happened.
         results: By rank, step by step, what each synchronized backward has given.
         parameters: By rank, those after each step that has updated them.
+        joined: By rank, parameters and buffers after join().
     """
 
     def __init__(self, program):
@@ -155,6 +184,7 @@ class Run:
         self.faults = Faults(program.faults, program.changes, count)
         self.results = [[[] for _ in program.steps] for _ in range(count)]
         self.parameters = [[None for _ in program.steps] for _ in range(count)]
+        self.joined = [({}, {})] * count
 
     def run(self):
         """Run it, and hold it to the oracle.
@@ -184,8 +214,15 @@ class Run:
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, error.with_traceback(None)))
             return
-        for number, step in enumerate(program.steps):
-            if not self._step(rank, number, step, models):
+        joined = max(program.counts, default=0)
+        if joined:
+            with Join(list(models.parts), divide_by_initial_world_size=program.divides_by_all):
+                for number in range(program.counts[rank]):
+                    self._step(rank, number, program.steps[number], models)
+                self.faults.steps[rank] = -1
+            self.joined[rank] = (models.parameter_values(), models.buffer_values())
+        for number in range(joined, len(program.steps)):
+            if not self._step(rank, number, program.steps[number], models):
                 return
         if not program.faults:
             dist.barrier()
@@ -216,20 +253,16 @@ class Run:
         models.is_quiet = False
         if error is not None:
             self._note(rank, number, models, error.with_traceback(None))
-            models.zero_grad()
-        elif step.updates:
-            error = self._update(rank, number, models)
-        return not isinstance(error, CommunicationError)
-
-    def _update(self, rank, number, models):
-        """Take the optimizer's step; the error, where another rank has died."""
         try:
-            models.update()
-        except CommunicationError as error:
+            if error is not None:
+                models.zero_grad()  # in Megatron's wrapper it waits for what another chunk has sent
+            elif step.updates:
+                models.update()
+                self.parameters[rank][number] = models.parameter_values()
+        except CommunicationError as raised:  # another rank has died
+            error = raised
             self._note(rank, number, models, error.with_traceback(None))
-            return error
-        self.parameters[rank][number] = models.parameter_values()
-        return None
+        return not isinstance(error, CommunicationError)
 
     def _note(self, rank, number, models, error=None):
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")

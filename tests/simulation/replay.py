@@ -36,6 +36,9 @@ def told(program):
     for number, step in enumerate(program.steps):
         after = ", then an update" if step.updates else ""
         yield f"  step {number}: {step.kind.name}; gradients before it: {step.zeroing.name}{after}"
+    if program.counts:
+        over = "all ranks" if program.divides_by_all else "those that have inputs"
+        yield f"  join() with {program.counts} steps, averages over {over}"
     for fault in program.faults:
         yield f"  fault: {fault.where.name} on rank {fault.rank} in step {fault.step} ({fault.number})"
     for change in program.changes:
@@ -109,13 +112,15 @@ def _smaller(program):
             name: tuple(change(one, step=one.step - (one.step > k)) for one in found if one.step != k)
             for name, found in (("faults", program.faults), ("changes", program.changes))
         }
-        yield change(program, steps=steps, **kept)
+        counts = tuple(count - (count > k) for count in program.counts)
+        yield change(program, steps=steps, counts=counts, **kept)
     if program.world_size > 2:
         count = program.world_size - 1
         yield change(
             program,
             world_size=count,
             nodes=program.nodes[:count],
+            counts=program.counts[:count],
             faults=tuple(one for one in program.faults if one.rank < count),
             changes=tuple(one for one in program.changes if one.rank < count),
         )
@@ -139,6 +144,11 @@ def _plainer(program):
         yield change(program, wrapping=Wrapping.PLAIN)
     if program.shares:
         yield change(program, shares="")
+    if program.counts:
+        yield change(program, counts=())
+    for rank, count in enumerate(program.counts):
+        if count < max(program.counts):
+            yield change(program, counts=(*program.counts[:rank], count + 1, *program.counts[rank + 1 :]))
     if set(program.nodes) != {"here"}:
         yield change(program, nodes=("here",) * program.world_size)
     for name, value in _USUAL.items():

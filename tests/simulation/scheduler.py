@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -368,6 +369,35 @@ class _Thread:
             Scheduler.current.wait(lambda: self._task.is_over, timeout)
 
 
+class _Pool:
+    """``ThreadPoolExecutor`` of one thread that is given one call, which is its own ``Future`` too."""
+
+    def __init__(self, _workers, thread_name_prefix=""):
+        self._name, self._error = thread_name_prefix, None
+
+    def submit(self, function, *args):
+        self._thread = _Thread(target=self._run, name=self._name, args=(function, *args))
+        self._thread.start()
+        return self
+
+    def _run(self, function, *args):
+        try:
+            function(*args)
+        except Exception as error:
+            self._error = error
+
+    def done(self):
+        return not self._thread.is_alive()
+
+    def result(self):
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def shutdown(self):
+        pass
+
+
 @contextlib.contextmanager
 def simulated_time():
     """While this is entered, ppe_ddp's modules see virtual time, and the ranks' own processes and threads."""
@@ -378,6 +408,7 @@ def simulated_time():
         id(time): clock,
         id(os): system,
         id(threading): threads,
+        id(ThreadPoolExecutor): _Pool,
         id(time.monotonic): _monotonic,
         id(time.perf_counter_ns): _perf_counter_ns,
         id(time.sleep): _sleep,

@@ -123,6 +123,12 @@ class Models(nn.Module):
         """Copies of the parameters by name."""
         return {name: parameter.detach().clone() for name, parameter in self.table.items()}
 
+    def give(self, values):
+        """Set the parameters to ``values``, by name."""
+        with torch.no_grad():
+            for name, parameter in self.table.items():
+                parameter.copy_(values[name])
+
     def buffer_values(self):
         """Copies of the buffers by name."""
         return {name: getattr(owner, key).clone() for name, owner, key in self._owners}

@@ -6,12 +6,15 @@ MPI itself does not: a rank that raises leaves the others waiting in a collectiv
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import io
 import ipaddress
 import json
 import os
 import socket
 import sys
+import textwrap
 import time
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlparse
@@ -65,9 +68,12 @@ class _JobHooks:
         if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
             self._report(kind, error, where)
             return
-        # torch's own hook, around this one, collects what is printed and would show it too late.
+        # As torch's own hook does, which is around this one, and would come too late.
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            self._report(kind, error, where)
         sys.stderr = sys.__stderr__
-        self._report(kind, error, where)
+        if sys.stderr is not None:
+            sys.stderr.write(textwrap.indent(text.getvalue(), f"[rank{MPI.COMM_WORLD.Get_rank()}]: "))
         _abort()
 
     def _note_exit_code(self, code: int) -> None:

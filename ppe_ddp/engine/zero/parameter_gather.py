@@ -106,6 +106,7 @@ class PendingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+@uncompiled
 def wait_for(parameter: nn.Parameter) -> None:
     """Wait for the values of ``parameter``, if they are in flight."""
     gather: ParameterGather | None = vars(parameter).get(_OWNER)
@@ -146,8 +147,8 @@ class ParameterGather:
     # ------------------------------------------------------------------ gathering
 
     @property
-    def _connections(self) -> list[int]:
-        return [model.groups.generation for model in self._models]
+    def _connections(self) -> list[tuple[int, bool]]:
+        return [(model.groups.generation, model.groups.is_closed) for model in self._models]
 
     @property
     def is_behind(self) -> bool:
@@ -238,18 +239,24 @@ class ParameterGather:
         pending = self._pending.get(key)
         if pending is None:
             return
-        begin = perf_counter_ns()
+        begin, model = perf_counter_ns(), self._models[key[0]]
+        with without_torch_function():
+            device = self._members[key][0].device
         try:
-            pending.wait()
+            model.groups.failures.wait(pending, device)
             if (log := EventLog.current) is not None:
                 log.add("wait", f"for gather {key[1]}", begin)
             self._install(key)
         except RuntimeError as error:
-            model = self._models[key[0]]
-            if self._sent_in[key[0]] == model.groups.generation:
-                peer_error = model.groups.fail(error, UPDATE)
-                if peer_error is not None:
-                    raise peer_error from error
+            if self._sent_in[key[0]] != self._connections[key[0]]:  # by a failure of which this rank was told
+                logger.debug("gathering parameters was left: %s", error)
+                model.abandon(key[1])  # the next step gathers all of them
+                return
+            peer_error = model.groups.fail(error, UPDATE)
+            if peer_error is not None:
+                raise peer_error from error
+            if isinstance(error, PeerAbortedError):
+                raise
             first = model.shards[model.units[key[1]][0]].name
             raise CommunicationError(
                 f"gathering the updated parameters failed, at {first!r} and those with it: {error}. An error or a "

@@ -52,7 +52,7 @@ class ShardedParameters(ShardedModel):
 
     def __init__(self, groups: Groups, module_state: ModuleState) -> None:
         self.groups = groups
-        self.copies = Copies(groups.parent)
+        self.copies = Copies(groups)
         self._pool = MemoryPool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
         pairs = zip(module_state.parameters, module_state.specs, strict=True)
@@ -279,8 +279,11 @@ class ShardedParameters(ShardedModel):
         self._under_way[unit] = (gather, pending)
         return pending
 
-    def abandon(self) -> None:
+    def abandon(self, unit: int | None = None) -> None:
         """See :meth:`ShardedModel.abandon`."""
+        if unit is not None:
+            self._under_way.pop(unit, None)
+            return
         self._under_way.clear()
         for written in self._written:
             written.clear()

@@ -18,16 +18,19 @@ memory where that is dense (``channels_last`` too), else in the order of indices
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed as dist
 
+from ppe_ddp.engine.failures import CLIP
 from ppe_ddp.torch_internals import chunk_cat
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -63,14 +66,45 @@ class Copies:
     """Tells which shards are copies of another rank's, so that a norm counts each element once. Here, none are.
 
     Attributes:
-        groups: Over which, one after another, what is true of the whole model is agreed: norms, and inf.
+        parents: The user's groups over which what is true of the whole model is agreed: norms, and inf.
         are_splits_marked: Whether it is known which parameters are split over ranks, and which are copies.
+        are_of_parts: Whether ranks may have other parts of the model, and so gradients where others have none.
     """
 
     are_splits_marked = True
+    are_of_parts = False
 
-    def __init__(self, *groups: ProcessGroup) -> None:
-        self.groups: Sequence[ProcessGroup] = groups
+    def __init__(self, groups: Groups, *parents: ProcessGroup) -> None:
+        self._groups = groups
+        self.parents: Sequence[ProcessGroup] = parents or (groups.parent,)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks with other parts of a layer or of the pipeline have to agree."""
+        return len(self.parents) > 1
+
+    @contextmanager
+    def agreeing(self) -> Generator[None, None, None]:
+        """Let all ranks that have a part of the model agree; what one of them raises inside is told to the others.
+
+        Raises:
+            PeerAbortedError: Another rank has raised, or has failed since the backward.
+            CommunicationError: A rank is lost.
+        """
+        try:
+            yield
+        except Exception as error:
+            if (instead := self._groups.fail(error, CLIP)) is not None:
+                raise instead from error
+            raise
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce ``tensor`` over these ranks, in place; called in :meth:`agreeing` on all of them."""
+        groups = self._groups
+        groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
+
+    def note_failed_update(self) -> None:  # who shares all parameters is told where they are gathered
+        """An optimizer's step has failed here: ranks that have copies of the same parameters have to hear of it."""
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether ``shard`` adds to the norm; ``names``, of what was counted already, is changed in place."""
@@ -151,8 +185,12 @@ class ShardedModel(ABC):
     def install(self, unit: int) -> None:
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
 
-    def abandon(self) -> None:  # noqa: B027  # nothing where there is nothing beside the parameters
-        """Forget what was written and what is being gathered: a rank has failed, and all will be written again."""
+    def abandon(self, unit: int | None = None) -> None:  # noqa: B027  # some keep nothing beside the parameters
+        """Forget what was written and what is being gathered: a rank has failed, and all will be written again.
+
+        Args:
+            unit: Forget only that this one is being gathered.
+        """
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
