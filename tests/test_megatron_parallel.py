@@ -3,6 +3,7 @@
 import io
 import itertools
 import logging
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -445,14 +446,17 @@ def assert_copies_are_equal(model):
     assert all(torch.equal(one, everyone[0]) for one in everyone)
 
 
+@pytest.mark.parametrize("late", [1, 3])
 @on_four_ranks
-def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told():
+def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told(late):
     model, optimizer, inner = split_model()
+    rank = dist.get_rank()
     assert outcome_of(model, optimizer.step) == ""
-    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    hooks = [lambda *_: time.sleep(0.3)] * (rank == late) + [_raise] * (rank == 1)
+    handles = [inner.register_step_pre_hook(hook) for hook in hooks]
     told = outcome_of(model, optimizer.step)
-    assert ("Boom" in told) == (dist.get_rank() in (1, 3))  # the data-parallel ranks, which gather its part
-    if handle is not None:
+    assert ("Boom" in told) == (rank in (1, 3))  # the data-parallel ranks, which gather its part
+    for handle in handles:
         handle.remove()
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told

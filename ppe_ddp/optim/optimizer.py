@@ -259,9 +259,9 @@ class DistributedOptimizer(Optimizer):
                 # by what all ranks have, whatever a user has made of this rank's gradients
                 self._send(exists)
         except BaseException as error:
-            if not isinstance(error, PeerAbortedError):
-                self._model.copies.note_failed_update()
             peer_error = self._gather.fail(error)
+            if not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
+                self._model.copies.note_failed_update()
             if self._overlaps:  # other ranks may have gone on to the next optimizer, which is not stepped here
                 for other in set(self._everyone) - {self}:
                     if other._last_step != other._model.groups.step:
