@@ -155,6 +155,7 @@ class Oracle:
                 raising |= interrupted
             if errors or is_fatal:
                 self.has_failed = True
+                self.is_torn |= is_fatal and 0 < len(errors) < len(there)  # some have had the last word of who died
                 self._check_failed(place, there, raising, expectation, before, zeroing, is_fatal=is_fatal)
                 self.reference_zero()
                 return not any(step <= number for step in died)
@@ -286,8 +287,9 @@ class Oracle:
             # Known: nor does one that only waits answer a rank of another node.
             is_loose = len(program.recipes) > 1 or len(set(program.nodes)) > 1 or "" in program.nodes
             is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
-            # The one that was told of it in one wrapper gives up the others: its own error says of whom it has heard.
-            is_right |= len(program.recipes) > 1 and any(self._names(one, dead | raising) for one in named)
+            # Who was told of it gives up other wrappers, or leaves: its own error says of whom it has heard.
+            may_be_second = len(program.recipes) > 1 or "has left" in str(error)
+            is_right |= may_be_second and any(self._names(one, dead | raising) for one in named)
             # Who dies between its word and its count is known to nobody.
             is_right |= "rank that came too late" in str(error)
             # Known: who dies while a group is made anew is missed after the timeout alone.
