@@ -94,9 +94,7 @@ def shrunk(program, tell=lambda text: None):
             fails = next((one for one in _in_orders(candidate) if failure_of(one)), None)
             if fails is not None:
                 program, is_smaller = fails, True
-                tell(
-                    f"{len(program.steps)} steps, {program.world_size} ranks, {len(program.faults)} faults: still fails"
-                )
+                tell(f"{program.world_size} ranks, {len(program.faults)} faults: still fails")
                 break
     return program
 

@@ -156,7 +156,8 @@ class SplitProgram:
             yield change(self, nodes=("here",) * self.world_size)
         for name, value in self.options.items():
             if value:
-                yield change(self, options={**self.options, name: False})
+                kept = tuple(one for one in self.faults if one.where is not Where.NAN or name != "looks_for_nan")
+                yield change(self, options={**self.options, name: False}, faults=kept)
 
 
 # ---------------------------------------------------------------------- the model
@@ -281,7 +282,7 @@ class RankOfModel:
         options, found = ShmOptions(shared_memory=False), {}
         for name, field in (("data", "data"), ("tensor", "tensor"), ("stage", "pipeline"), ("stage", "embedding")):
             for ranks in self.program.ranks(name):
-                group = dist.new_group(ranks, pg_options=options)
+                group = dist.new_group(ranks, _TIMEOUT, pg_options=options)
                 if self.rank in ranks:
                     found[field] = group
         return megatron.ParallelGroups(**found)
