@@ -60,6 +60,7 @@ class PeerAbortedError(PpeDdpError):
         step: The step in which it failed, by the engine's count; None where it is not known.
         phase: The phase of the backward in which it failed.
         reason: Its error, in one line.
+        job_rank: The same rank among all ranks of the job; None where it is not known.
         is_in_step: Whether the communication of the step did not end: the step is complete but for that rank's share.
     """
 
@@ -67,6 +68,7 @@ class PeerAbortedError(PpeDdpError):
     step: int | None = None
     phase: str = ""
     reason: str = ""
+    job_rank: int | None = None
     is_in_step: bool = False
 
 

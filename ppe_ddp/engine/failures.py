@@ -322,10 +322,22 @@ class Failures:
         name: Of the connections; the same on every rank, and never used again.
         rank: This process in the group.
         lost: Looks for ranks that are lost.
+        job_rank_of: Gives the rank in the job for one of the group.
+        step: Gives the step that this rank is in.
     """
 
-    def __init__(self, store: BoundedStore, name: str, rank: int, lost: LostRanks) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        name: str,
+        rank: int,
+        lost: LostRanks,
+        job_rank_of: Callable[[int], int | None] = lambda _rank: None,
+        step: Callable[[], int] = lambda: sys.maxsize,
+    ) -> None:
         self._store = store
+        self._job_rank_of = job_rank_of
+        self._step = step
         self._reports = Reports(store, f"ppe_ddp/failures/{name}")
         self._rank = rank
         self._lost = lost
@@ -371,6 +383,7 @@ class Failures:
         advice = _ADVICE.get(first.phase, _ADVICE[""])
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
+        error.job_rank = self._job_rank_of(first.rank)
         return error
 
     def forget(self) -> None:
@@ -396,15 +409,22 @@ class Failures:
 
     def _await(self, one: Work | InFlight) -> None:
         """Wait until ``one`` has ended, whose transport may know nothing of failures."""
-        begin, gone_since = monotonic(), 0.0
+        begin, gone_since, ahead_since = monotonic(), 0.0, 0.0
         tell = paced(
             lambda: self._lost.tell_wait(monotonic() - begin), _TELL_SECONDS, longest=_RARELY_SECONDS, at_once=False
         )
 
         def look() -> None:
-            nonlocal gone_since
+            nonlocal gone_since, ahead_since
             self._lost.note_wait()
-            self.check()
+            try:
+                self.check()
+            except PeerAbortedError as error:
+                # Who has failed in a later step has sent what this one waits for, as all others have: it is coming.
+                ahead_since = ahead_since or monotonic()
+                is_ahead = error.step is not None and error.step > self._step()
+                if not is_ahead or monotonic() - ahead_since > _GONE_SECONDS:
+                    raise
             tell()
             if gone := self._lost.gone():
                 gone_since = gone_since or monotonic()

@@ -326,7 +326,8 @@ class Groups:
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
             f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
         )
-        error.rank, error.step, error.phase, error.reason = outcome.rank, self.step, "begun", reason
+        error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank)
+        error.step, error.phase, error.reason = self.step, "begun", reason
         raise error
 
     def _failed_since(self) -> list[Failure]:
@@ -468,6 +469,10 @@ class Groups:
         except (dist.DistError, CommunicationError):
             return False  # what is under way may still come
 
+    def job_rank_of(self, rank: int) -> int | None:
+        """The rank in the job for one of these groups; None where torch does not know the group."""
+        return dist.get_global_rank(self.parent, rank) if is_registered(self.parent) else None
+
     def begin_step(self) -> None:
         """A synchronized backward begins, on all ranks."""
         self.step += 1
@@ -565,10 +570,9 @@ class Groups:
         return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())
 
     def _connect_failures(self, generation: int) -> None:
-        store = self._store()
-        name = f"{self.name}/{generation}"
+        store, name = self._store(), f"{self.name}/{generation}"
         self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
-        self.failures = Failures(store, name, self.rank, self._lost)
+        self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step)
 
     def release(self) -> None:
         """Let another wrapper over the same parent have them, or all ranks give back what they have.

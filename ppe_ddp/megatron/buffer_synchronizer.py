@@ -377,7 +377,8 @@ class BufferSynchronizer(Synchronizer):
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:
-                self._error = aborted_error(groups.rank, groups.step, aborted)
+                self._error = error = aborted_error(groups.rank, groups.step, aborted)
+                error.job_rank = None if error.rank is None else groups.job_rank_of(error.rank)
 
     @property
     def has_failed(self) -> bool:

@@ -26,6 +26,7 @@ from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, reason_of
 from ppe_ddp.engine.groups import Groups, renewing_all
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
 
@@ -273,6 +274,7 @@ class ModelParallel:
         self._waits_in: Groups | None = None
         self._phase = FINALIZE
         self._has_come = False  # to connect again, in this call
+        self._agreed: DisagreementError | None = None  # what all ranks raise
 
     def group(self, name: str) -> Groups | None:
         """The duplicates of a group, by its name in :class:`ParallelGroups`; None where this rank is alone."""
@@ -286,12 +288,15 @@ class ModelParallel:
         try:
             yield
         except BaseException as error:
-            instead = self._give_up(error)
+            instead = self._give_up(error) if error is not self._agreed else None
             if instead is None:
                 raise
             raise instead from error
         finally:
-            self._waits_in = None
+            self._waits_in = self._agreed = None
+            for groups in self._distinct:  # who fails next lets the others complete this
+                if not groups.is_closed:
+                    groups.note(Activity.DONE)
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
         for groups in connected:
@@ -331,14 +336,16 @@ class ModelParallel:
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
                 raise _disagreement(groups, all_gather_json(lines, groups.control))
+            groups.note(Activity.BUCKET)  # all have come
             failed = int(extremes[2])
         self.note_failed_update(has_failed=False)  # all are told
         if failed >= 0:
-            raise DisagreementError(
+            self._agreed = DisagreementError(
                 f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "
                 "its model have taken: what they have copies of (norms, embeddings) may differ. Load a checkpoint, or "
                 "copy these parameters, and go on"
             )
+            raise self._agreed
 
     def note_failed_update(self, *, has_failed: bool) -> None:
         """Whether the next :meth:`agree`, of any chunk of the model, tells all ranks of an optimizer's step."""
@@ -382,7 +389,8 @@ class ModelParallel:
         cause = instead or error
         told = (isinstance(cause, PeerAbortedError) and cause.reason) or reason_of(cause)
         if "of the job)" not in told:
-            told += f" (rank {dist.get_rank()} of the job)"
+            heard_of = cause.job_rank if isinstance(cause, PeerAbortedError) else None
+            told += f" (rank {dist.get_rank() if heard_of is None else heard_of} of the job)"
         aborted = AbortedError(told.removeprefix("AbortedError: "))
         for groups in self._distinct:
             if groups.is_closed and not self._has_come:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from .found import found
 from .processes import simulated
 from .program import Program
 from .replay import failure_of, replay, shrunk
+from .split import SplitProgram
 
 _CORES = sorted(os.sched_getaffinity(0))
 _COLLECT = 100  # histories between collections
@@ -52,22 +54,22 @@ def _tell(program, text):
     print(f"seed {program.seed}: {text}", flush=True)
 
 
-def _run_seeds(seeds):
+def _run_seeds(seeds, program_of):
     """How many of some seeds fail, which are told."""
-    return len(run(map(Program.of, seeds), tell=_tell, stop_after=50))
+    return len(run(map(program_of, seeds), tell=_tell, stop_after=50))
 
 
-def run_seeds(seeds, jobs):
+def run_seeds(seeds, jobs, program_of=Program.of):
     """How many of ``seeds`` fail, run in so many processes."""
     if jobs == 1:
-        return _run_seeds(seeds)
+        return _run_seeds(seeds, program_of)
     parts = [seeds[first :: 4 * jobs] for first in range(4 * jobs)]
     fork = multiprocessing.get_context("fork")
     cores = fork.SimpleQueue()
     for job in range(jobs):
         cores.put(_CORES[job % len(_CORES)])
     with fork.Pool(jobs, prepare, [cores]) as pool:
-        return sum(pool.imap_unordered(_run_seeds, parts))
+        return sum(pool.imap_unordered(partial(_run_seeds, program_of=program_of), parts))
 
 
 def main():
@@ -77,12 +79,14 @@ def main():
     parser.add_argument("--shrink", action="store_true", help="leave out of --seed what it needs not to fail")
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     prepare()
+    program_of = SplitProgram.of if arguments.split else Program.of
     if arguments.seed is not None:
         with simulated():
-            program = Program.of(arguments.seed)
+            program = program_of(arguments.seed)
             return replay(shrunk(program, tell=print) if arguments.shrink else program)
     start = time.perf_counter()
     if arguments.found:
@@ -90,7 +94,8 @@ def main():
         count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
     else:
         first, last = map(int, arguments.seeds.split(":"))
-        count, failed, which = last - first, run_seeds(range(first, last), arguments.jobs), f"seeds, {first}:{last},"
+        count, which = last - first, f"seeds, {first}:{last},"
+        failed = run_seeds(range(first, last), arguments.jobs, program_of)
     seconds = time.perf_counter() - start
     print(f"{count} {which} in {seconds:.1f} s, {count / seconds:.1f} a second: {failed} failed")
     return bool(failed)

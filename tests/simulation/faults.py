@@ -40,12 +40,25 @@ class Where(enum.Enum):
     """The rank takes its time, less than the timeout."""
     DIES = enum.auto()
     """The rank is no more, from some wait in this step on."""
+    FINALIZE = enum.auto()
+    """Of a split model: finalize_model_grads() raises before the ranks agree on what is summed."""
+    LATE = enum.auto()
+    """... after the last sum."""
+    CLIP = enum.auto()
+    """... clip_grad_norm_() raises."""
+    UPDATE = enum.auto()
+    """... the step of a DistributedOptimizer raises."""
 
     def __repr__(self):
         return self.name
 
 
-RAISING = tuple(where for where in Where if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES))
+BEHIND_BACKWARD = (Where.FINALIZE, Where.LATE, Where.CLIP, Where.UPDATE)
+RAISING = tuple(
+    where
+    for where in Where
+    if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES, *BEHIND_BACKWARD)
+)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .faults import Change, Fault, Faults, Planned, Where
 from .group import Network
 from .oracle import SCALED_FIRST, SEVERAL, hold
 from .scheduler import Scheduler
+from .split import SplitProgram
 from .store import SimulatedStore
 from .wrappers import Models, Wrappers, Wrapping
 
@@ -31,6 +32,7 @@ _IN_JOIN = [kind for kind in StepKind if kind is not StepKind.LOOK and "ABSENT" 
 # Known: torch's Join counts forwards in the user's group, so those of a step that fails must be as many on each rank.
 _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and kind is not StepKind.MICRO_BATCHES]
 _TIMEOUT = timedelta(seconds=300)
+_SPLIT = 0.08  # of the seeds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +70,9 @@ class Program:
 
     @classmethod
     def of(cls, seed):
-        """The program of ``seed``."""
+        """The program of ``seed``; some are a :class:`SplitProgram`."""
+        if Random(f"split or not {seed}").random() < _SPLIT:
+            return SplitProgram.of(seed)
         draw = Random(f"program {seed}")
         options = {
             "overlap": draw.random() < 0.8,
@@ -112,6 +116,10 @@ class Program:
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
+
+    def new_run(self):
+        """A run of it."""
+        return Run(self)
 
     def joining(self, draw):
         """The same in join(), with other numbers of steps for each rank."""

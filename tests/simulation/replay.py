@@ -4,8 +4,8 @@ import dataclasses
 
 from law_steps import StepKind, TrainingStep, Zeroing
 
-from .program import Run
 from .scheduler import Unsound
+from .split import SplitProgram
 from .wrappers import Wrapping
 
 _ORDERS = 4  # of events, in which a smaller program is tried
@@ -15,7 +15,7 @@ _USUAL = {"overlap": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25.
 def failure_of(program):
     """What is wrong with one history of ``program``; empty where it is sound. Called in :func:`simulated`."""
     try:
-        Run(program).run()
+        program.new_run().run()
     except Unsound as error:
         return str(error)
     except Exception as error:
@@ -25,6 +25,9 @@ def failure_of(program):
 
 def told(program):
     """A program in words, a line each."""
+    if isinstance(program, SplitProgram):
+        yield from program.told()
+        return
     nodes = ", ".join(name or "one that shows no processes" for name in program.nodes)
     yield f"{program.world_size} ranks, on nodes: {nodes}"
     common = {"": "", "heads": ", with heads in common", "all": ", all of one module"}[program.shares]
@@ -72,7 +75,7 @@ def log_of(scheduler):
 
 def replay(program):
     """Run one history, and print it; whether it fails. Called in :func:`simulated`."""
-    history, error = Run(program), ""
+    history, error = program.new_run(), ""
     print(f"program of seed {program.seed}", *told(program), "", sep="\n")
     try:
         history.run()
@@ -91,9 +94,7 @@ def shrunk(program, tell=lambda text: None):
             fails = next((one for one in _in_orders(candidate) if failure_of(one)), None)
             if fails is not None:
                 program, is_smaller = fails, True
-                tell(
-                    f"{len(program.steps)} steps, {program.world_size} ranks, {len(program.faults)} faults: still fails"
-                )
+                tell(f"{program.world_size} ranks, {len(program.faults)} faults: still fails")
                 break
     return program
 
@@ -105,6 +106,9 @@ def _in_orders(program):
 
 def _smaller(program):
     """Programs with one thing less, those that leave out most first."""
+    if isinstance(program, SplitProgram):
+        yield from program.smaller()
+        return
     change = dataclasses.replace
     for k in range(len(program.steps)) if program.steps[1:] else ():
         steps = (*program.steps[:k], *program.steps[k + 1 :])

@@ -1,0 +1,498 @@
+"""A model that is split over the ranks: what each rank does with its part, drawn from the seed, and the run of it.
+
+            stage 0                  stage 1
+data 0      rank 0 ── rank 1         rank 2 ── rank 3          ── one tensor-parallel group
+data 1      rank 4 ── rank 5         rank 6 ── rank 7          of two: 2 x 2 x 2, of which most programs have two
+
+Layers send nothing to one another: what is simulated is what the library does behind a backward.
+"""
+
+import dataclasses
+import itertools
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ppe_ddp import CommunicationError, DisagreementError, DistributedOptimizer, NonFiniteGradientError, megatron
+from ppe_ddp import PeerAbortedError
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.optim import clip_grad_norm_
+
+from . import processes
+from .faults import BEHIND_BACKWARD, Fault, Faults, Planned, Where
+from .group import Network
+from .scheduler import Scheduler
+from .store import SimulatedStore
+
+RATE = 0.05
+MOST_NORM = 0.7
+_WIDTH = 3
+_SHAPES = [(2, 2, 1)] * 6 + [(2, 1, 2)] * 3 + [(1, 2, 1), (1, 2, 2), (1, 1, 2), (2, 2, 2)]
+_TIMEOUT = timedelta(seconds=300)
+_PLACES = (Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK, Where.PACKING, Where.SLOW, *BEHIND_BACKWARD)
+_CLEAN = 2  # steps at the end in which nothing happens
+_PAUSES = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """The coordinates of a rank, as those of a mesh: data, pipeline, tensor."""
+
+    data: int
+    stage: int
+    tensor: int
+
+
+@dataclass(frozen=True, eq=False)
+class SplitProgram:
+    """What the ranks of one model do.
+
+    Attributes:
+        seed: Decides everything, also the order of events.
+        shape: The number of data-parallel replicas, of tensor-parallel ranks, and of pipeline stages.
+        chunks: How many wrappers each rank has.
+        options: ``overlap`` of gradients, ``is_sharded`` for a distributed optimizer, ``gathers_late`` for its overlap,
+            ``clips``, ``counts_tokens`` to divide by them, ``looks_for_nan``, ``has_small_buckets``.
+        steps: How many.
+        nodes: By rank, the node that it is on.
+        faults: What befalls the ranks.
+    """
+
+    seed: int
+    shape: tuple[int, int, int]
+    chunks: int
+    options: dict[str, bool]
+    steps: int
+    nodes: tuple[str, ...]
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, seed):
+        """The program of ``seed``."""
+        draw = Random(f"split {seed}")
+        shape = draw.choice(_SHAPES)
+        options = {
+            "overlap": draw.random() < 0.6,
+            "is_sharded": draw.random() < 0.6,
+            "gathers_late": draw.random() < 0.3,
+            "clips": draw.random() < 0.5,
+            "counts_tokens": draw.random() < 0.5,
+            "looks_for_nan": draw.random() < 0.2,
+            "has_small_buckets": draw.random() < 0.6,
+        }
+        steps, size = draw.choice([1, 2, 3]), shape[0] * shape[1] * shape[2]
+        dies = draw.random() < 0.1
+        kinds = [*_PLACES, *[Where.NAN] * 3 * options["looks_for_nan"]]
+        kinds = [kind for kind in kinds if not (dies and kind is Where.SLOW)]
+        faults = [
+            Fault(draw.randrange(size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
+            for _ in range(draw.choice([0, 1, 1, 2, 3]))
+        ]
+        if dies:
+            faults.append(Fault(draw.randrange(size), draw.randrange(steps), Where.DIES, draw.randrange(60)))
+        nodes = draw.choice([["here"], ["here", "there"], [""]])
+        nodes = tuple(nodes[rank % len(nodes)] for rank in range(size))
+        return cls(seed, shape, draw.choice([1, 1, 2]), options, steps + _CLEAN, nodes, tuple(faults))
+
+    @property
+    def world_size(self):
+        """How many ranks there are."""
+        return len(self.places)
+
+    @property
+    def places(self):
+        """By rank, where it is."""
+        data, tensor, stages = self.shape
+        return [Place(*one) for one in itertools.product(range(data), range(stages), range(tensor))]
+
+    def ranks(self, *names):
+        """The groups of ranks that differ in these coordinates alone."""
+        groups = {}
+        for rank, place in enumerate(self.places):
+            groups.setdefault(dataclasses.replace(place, **dict.fromkeys(names, 0)), []).append(rank)
+        return list(groups.values())
+
+    def peers(self, rank, name):
+        """The ranks of the group along one coordinate that ``rank`` is in."""
+        return next(ranks for ranks in self.ranks(name) if rank in ranks)
+
+    def new_run(self):
+        """A run of it."""
+        return SplitRun(self)
+
+    def told(self):
+        """The program in words, a line each."""
+        data, tensor, stages = self.shape
+        yield f"{data} replicas of {stages} stages with {tensor} tensor-parallel ranks, on nodes: {self.nodes}"
+        yield f"{self.chunks} chunks a rank, {self.steps} steps; options {self.options}"
+        for fault in self.faults:
+            yield f"  fault: {fault.where.name} on rank {fault.rank} in step {fault.step} ({fault.number})"
+
+    def smaller(self):
+        """Programs with one thing less, those that leave out most first."""
+        change = dataclasses.replace
+        for k in range(self.steps) if self.steps > 1 + _CLEAN else ():
+            kept = (change(one, step=one.step - (one.step > k)) for one in self.faults if one.step != k)
+            yield change(self, steps=self.steps - 1, faults=tuple(kept))
+        for k in range(len(self.faults)):
+            yield change(self, faults=(*self.faults[:k], *self.faults[k + 1 :]))
+        if self.chunks > 1:
+            yield change(self, chunks=1)
+        for k in range(3) if self.world_size > 2 else ():
+            if self.shape[k] > 1:
+                shape = (*self.shape[:k], 1, *self.shape[k + 1 :])
+                count = self.world_size // 2
+                kept = tuple(one for one in self.faults if one.rank < count)
+                yield change(self, shape=shape, nodes=self.nodes[:count], faults=kept)
+        if set(self.nodes) != {"here"}:
+            yield change(self, nodes=("here",) * self.world_size)
+        for name, value in self.options.items():
+            if value:
+                kept = tuple(one for one in self.faults if one.where is not Where.NAN or name != "looks_for_nan")
+                yield change(self, options={**self.options, name: False}, faults=kept)
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def names_of(program, place, chunk):
+    """The names of the parameters of one chunk of a rank."""
+    names = ["split", "norm", "averaged", "plain"]
+    stages = program.shape[2]
+    if stages > 1:
+        names.append("every_stage")
+        is_first = place.stage == 0 and chunk == 0
+        if is_first or (place.stage == stages - 1 and chunk == program.chunks - 1):
+            names.append("word")
+    return names
+
+
+def part_of(place, chunk, name):
+    """Of which part of the model this is: ranks for which it is the same have copies of one parameter."""
+    if name in ("every_stage", "word"):
+        return (name,)
+    return (name, place.stage, chunk, place.tensor if name == "split" else 0)
+
+
+def is_same_on_tensor_ranks(name):
+    """Whether tensor-parallel ranks compute the same gradient of it."""
+    return name in ("plain", "every_stage", "word")
+
+
+def start_of(part):
+    """What a part begins with."""
+    generator = torch.Generator().manual_seed(Random(f"start {part}").getrandbits(60))
+    return torch.randn(_WIDTH, generator=generator)
+
+
+def input_of(program, number, place, chunk, name):
+    """What a parameter is multiplied by in a step; None where this rank does not use it."""
+    seen = place.tensor if not is_same_on_tensor_ranks(name) else 0
+    draw = Random(f"input {program.seed} {number} {place.data} {place.stage} {seen} {chunk} {name}")
+    if draw.random() < 0.25:
+        return None
+    return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(draw.getrandbits(60)))
+
+
+def tokens_of(program, number, place):
+    """How many tokens a replica has had."""
+    return 1 + (program.seed + 3 * number + 2 * place.data) % 5
+
+
+class Part(nn.Module):
+    """One chunk of a rank, with Megatron's marks."""
+
+    share_embeddings_and_output_weights = True
+
+    def __init__(self, program, place, chunk):
+        super().__init__()
+        self.has_word = "word" in names_of(program, place, chunk)
+        for name in names_of(program, place, chunk):
+            parameter = nn.Parameter(start_of(part_of(place, chunk, name)))
+            parameter.tensor_model_parallel = name == "split"
+            if name == "norm":
+                parameter.sequence_parallel = True
+            elif name == "averaged":
+                parameter.average_gradients_across_tp_domain = True
+            elif name == "every_stage":
+                parameter.pipeline_parallel = True
+            setattr(self, name, parameter)
+
+    def shared_embedding_or_output_weight(self):
+        """As in Megatron; a rank may fail there."""
+        Faults.current.at(Where.FINALIZE)
+        return self.word if self.has_word else None
+
+    def forward(self, anchor, inputs):
+        """The loss of this chunk: of each parameter by itself."""
+        loss = anchor.sum()
+        for name, given in inputs.items():
+            if given is not None:
+                loss = loss + (getattr(self, name) * given).square().sum()
+        return loss
+
+
+class RankOfModel:
+    """What one rank has of the model, and its steps; the interface that :class:`Faults` uses."""
+
+    def __init__(self, program, rank):
+        self.program, self.rank, self.place = program, rank, program.places[rank]
+        options = program.options
+        config = megatron.DistributedDataParallelConfig(
+            overlap_grad_reduce=options["overlap"],
+            use_distributed_optimizer=options["is_sharded"],
+            check_for_nan_in_grad=options["looks_for_nan"],
+            bucket_size=5 if options["has_small_buckets"] else None,
+        )
+        model_config = SimpleNamespace(calculate_per_token_loss=options["counts_tokens"])
+        groups = self._groups()
+        self.chunks = [
+            megatron.DistributedDataParallel(model_config, config, Part(program, self.place, chunk), groups=groups)
+            for chunk in range(program.chunks)
+        ]
+        self.table = {
+            (chunk, name): parameter
+            for chunk, part in enumerate(self.chunks)
+            for name, parameter in part.module.named_parameters()
+        }
+        self.trained = list(self.table.values())
+        self.computed, self.is_poisoned = set(), False
+        self.optimizers = []
+        for part in self.chunks if options["is_sharded"] else ():
+            inner = torch.optim.SGD(part.module.parameters(), RATE)
+            inner.register_step_pre_hook(lambda *_: Faults.current.at(Where.UPDATE))
+            self.optimizers.append(DistributedOptimizer(inner, part, overlap=options["gathers_late"]))
+        for parameter in self.trained:
+            parameter.register_hook(_pause)
+        self._fail_in(self.chunks[0], "scale_gradients", Where.LATE)
+        if self.optimizers:
+            self._fail_in(self.optimizers[0], "_gradients", Where.CLIP)
+        self.norm = None
+
+    def _groups(self):
+        """This rank's of all groups, which all ranks make together."""
+        options, found = ShmOptions(shared_memory=False), {}
+        for name, field in (("data", "data"), ("tensor", "tensor"), ("stage", "pipeline"), ("stage", "embedding")):
+            for ranks in self.program.ranks(name):
+                group = dist.new_group(ranks, _TIMEOUT, pg_options=options)
+                if self.rank in ranks:
+                    found[field] = group
+        return megatron.ParallelGroups(**found)
+
+    @staticmethod
+    def _fail_in(owner, method, where):
+        """Let a method of one object raise where it has to."""
+        usual = getattr(owner, method)
+
+        def call(*arguments):
+            Faults.current.at(where)
+            return usual(*arguments)
+
+        setattr(owner, method, call)
+
+    def values(self):
+        """Copies of the parameters."""
+        return {key: parameter.detach().clone() for key, parameter in self.table.items()}
+
+    def gradients(self):
+        """Copies of ``main_grad``; none where each rank has its shards."""
+        if self.optimizers:
+            return {}
+        return {key: parameter.main_grad.detach().clone() for key, parameter in self.table.items()}
+
+    def backward(self, number):
+        """Forward and backward; who fails there tells its data-parallel peers, where they cannot know."""
+        faults, losses = Faults.current, []
+        try:
+            for chunk, part in enumerate(self.chunks):
+                anchor = torch.zeros(1, requires_grad=True) * 1.0
+                anchor.register_hook(faults.hook(Where.BACKWARD))
+                names = names_of(self.program, self.place, chunk)
+                inputs = {name: input_of(self.program, number, self.place, chunk, name) for name in names}
+                loss = part(anchor, inputs) * (float("nan") if self.is_poisoned else 1.0)
+                loss.register_hook(faults.hook(Where.EARLY))
+                losses.append(loss)
+            faults.at(Where.LOSS)
+            sum(losses).backward()
+        except (Planned, MemoryError) as error:
+            if not self.program.options["overlap"] or error.args[0] in (Where.LOSS, Where.EARLY):
+                for part in self.chunks:
+                    part.abort_grad_sync(str(error))
+            return error
+        except PeerAbortedError as error:
+            return error
+        return None
+
+    def finalize(self, number):
+        """Make the gradients whole, on all ranks."""
+        tokens = None
+        if self.program.options["counts_tokens"]:
+            is_last = self.place.stage == self.program.shape[2] - 1
+            tokens = torch.tensor([tokens_of(self.program, number, self.place) if is_last else 0])
+        megatron.finalize_model_grads(self.chunks, tokens)
+
+    def update(self):
+        """Clip, and take the optimizer's step."""
+        if self.optimizers:
+            if self.program.options["clips"]:
+                self.norm = clip_grad_norm_(self.optimizers, MOST_NORM)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            return
+        with torch.no_grad():
+            for parameter in self.trained:
+                parameter.sub_(parameter.main_grad, alpha=RATE)
+
+    def load_checkpoint(self):
+        """Begin again: what all ranks do when they are told that copies may differ."""
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
+        with torch.no_grad():
+            for (chunk, name), parameter in self.table.items():
+                parameter.copy_(start_of(part_of(self.place, chunk, name)))
+
+    def counters(self):
+        """By the ranks that share them, the counters of all groups of this rank."""
+        found = {}
+        parallel = self.chunks[0].gradient_buffers.model_parallel
+        shared = [(name, parallel.group(name)) for name in ("tensor", "pipeline", "embedding", "data")]
+        shared += [(f"wrapper {k}", part.gradient_buffers.groups[0]) for k, part in enumerate(self.chunks)]
+        for name, groups in shared:
+            if groups is not None:
+                ranks = tuple(dist.get_process_group_ranks(groups.parent))
+                found[name, ranks] = (groups.step, groups.generation, groups.is_closed)
+        return found
+
+
+def _pause(_gradient):
+    """A gradient has taken its time."""
+    scheduler = Scheduler.current
+    if scheduler.draw.random() < _PAUSES:
+        scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
+
+
+# ---------------------------------------------------------------------- the run
+
+
+@dataclass
+class Outcome:
+    """How a step has ended on a rank.
+
+    Attributes:
+        error: What it has raised.
+        gradients: Those that are whole; empty where it was given up, or each rank has shards.
+        norm: Before clipping.
+        values: The parameters after it; None where they may still be on their way.
+    """
+
+    error: Exception | None = None
+    gradients: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    norm: Any = None
+    values: dict[Any, Any] | None = None
+
+
+class SplitRun:
+    """One run of a program.
+
+    Args:
+        program: What to do.
+
+    Attributes:
+        scheduler: With the log.
+        faults: What has happened.
+        outcomes: By rank, step by step; shorter where a rank was lost.
+        counters: By rank, at the end.
+    """
+
+    def __init__(self, program):
+        self.program = program
+        count = program.world_size
+        self.scheduler = Scheduler(
+            Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world
+        )
+        self.store = SimulatedStore()
+        self.faults = Faults(program.faults, (), count)
+        self.outcomes = [[] for _ in range(count)]
+        self.counters = [{} for _ in range(count)]
+
+    def run(self):
+        """Run it, and hold it to the oracle.
+
+        Raises:
+            Unsound: It does not do what it should.
+        """
+        from .split_oracle import SplitOracle
+
+        Network.current, Faults.current = Network(), self.faults
+        processes.Pages.current = processes.Pages(self.program.nodes)
+        self.scheduler.at_death = Network.current.die
+        self.scheduler.run([lambda rank=rank: self._train(rank) for rank in range(self.program.world_size)])
+        SplitOracle(self).check()
+
+    def _train(self, rank):
+        program = self.program
+        options = ShmOptions(shared_memory=False)
+        dist.init_process_group(
+            "shm", store=self.store, rank=rank, world_size=program.world_size, timeout=_TIMEOUT, pg_options=options
+        )
+        try:
+            model = RankOfModel(program, rank)
+        except CommunicationError as error:  # a rank that has begun is dead already
+            self.outcomes[rank].append(Outcome(error.with_traceback(None)))
+            return
+        for number in range(program.steps):
+            outcome = self._step(rank, number, model)
+            self.outcomes[rank].append(outcome)
+            text = "well" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+            self.scheduler.note("ends", number, text)
+            if isinstance(outcome.error, CommunicationError):
+                return
+        self.counters[rank] = model.counters()
+        if not program.faults:
+            dist.barrier()
+            dist.destroy_process_group()
+
+    def _step(self, rank, number, model):
+        self.scheduler.note("step", number, "of a split model", "zeroed")
+        handles = self.faults.begin_step(number, model)
+        outcome, model.norm = Outcome(), None
+        try:
+            for part in model.chunks:
+                part.zero_grad_buffer()
+            failed = model.backward(number)
+            model.finalize(number)
+            if failed is not None:
+                raise AssertionError(f"finalize_model_grads() has not told of {failed}")
+            outcome.gradients = model.gradients()
+            model.update()
+            outcome.norm = model.norm
+        except DisagreementError as raised:
+            outcome.error = raised.with_traceback(None)
+            model.load_checkpoint()
+        except (Planned, MemoryError, PeerAbortedError, CommunicationError, NonFiniteGradientError) as raised:
+            outcome.error = raised.with_traceback(None)
+        self.faults.end_step()
+        for handle in handles:
+            handle.remove()
+        is_late = self.program.options["gathers_late"] and self.scheduler.draw.random() < 0.5
+        if not (is_late and number + 1 < self.program.steps):
+            try:
+                for optimizer in model.optimizers:
+                    optimizer.synchronize()
+                outcome.values = model.values()
+            except (PeerAbortedError, CommunicationError) as raised:
+                outcome.error = outcome.error or raised.with_traceback(None)
+        return outcome
+
+
+def ranks_named(text):
+    """The ranks of the job that an error names."""
+    return {int(number) for number in re.findall(r"\(rank (\d+) of the job\)", text)}
