@@ -6,12 +6,12 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
@@ -300,12 +300,10 @@ class FiniteCheck:
     parameters these are.
 
     Args:
-        groups: Where the ranks communicate.
         names: Of all parameters.
     """
 
-    def __init__(self, groups: Groups, names: Sequence[str]) -> None:
-        self._groups = groups
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._found: set[int] = set()
         self._looked: list[tuple[int, Tensor]] = []
@@ -345,37 +343,29 @@ class FiniteCheck:
         return self.status == 0
 
     def error(
-        self, negotiation: Negotiation, statuses: Sequence[int]
+        self, negotiation: Negotiation, groups: Groups, statuses: Sequence[int], indices: Sequence[int]
     ) -> Generator[Probe | None, None, NonFiniteGradientError]:
         """Exchange the names, as steps on all ranks, and make the error for them.
 
         Args:
             negotiation: Of the ranks.
+            groups: Where it exchanges masks.
             statuses: Of the ranks, as they have voted; one at least has :data:`NON_FINITE`.
+            indices: The parameters that the masks are of.
         """
         ranks = [rank for rank, status in enumerate(statuses) if status & NON_FINITE]
+        names = [self._names[i] for i in indices]
         places = []
         for rank in ranks[:_NAMED_RANKS]:
-            mask = bytearray(len(self._names))
-            for i in self._found if rank == self._groups.rank else ():
-                mask[i] = 1
-            exchange = negotiation.start(mask, 0, is_vote=True)
+            is_found = bytes(rank == groups.rank and i in self._found for i in indices)
+            exchange = negotiation.start(is_found, 0, is_vote=True)
             yield exchange.done
-            places.append(self._place(rank, self._named(negotiation.finish(exchange, b"").mask)))
-        return self._error(places, len(ranks), self._groups.world_size)
-
-    def error_in(self, groups: Groups) -> NonFiniteGradientError:
-        """Exchange the names over ``groups``, on all its ranks together, and make the error for them."""
-        tables = all_gather_json([self._names[i] for i in sorted(self._found)], groups.control)
-        places = [self._place(rank, names) for rank, names in enumerate(tables) if names]
-        return self._error(places[:_NAMED_RANKS], len(places), groups.world_size)
+            places.append(self._place(rank, [*compress(names, negotiation.finish(exchange, b"").mask)]))
+        return self._error(places, len(ranks), groups.world_size)
 
     def error_alone(self) -> NonFiniteGradientError:
         """The error of one rank alone, which has no others to exchange names with."""
         return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
-
-    def _named(self, mask: bytes) -> list[str]:
-        return [name for name, is_found in zip(self._names, mask, strict=True) if is_found]
 
     def _place(self, rank: int, names: Sequence[str]) -> str:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""

@@ -223,7 +223,7 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
         if self._policy.check_finite:
-            self._finite = FiniteCheck(self._groups, self._module_state.names)
+            self._finite = FiniteCheck(self._module_state.names)
         if self.sends_nothing:
             arrived = bytearray(self._nothing)
             for i in backward.arrivals:
@@ -329,7 +329,8 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.statuses)
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
-            error = yield from self._finite.error(self.negotiation, statuses)
+            everything = range(len(self._nothing))
+            error = yield from self._finite.error(self.negotiation, self._groups, statuses, everything)
             self._drop(backward, error)
             return
         backward.averaged = backward.recorder.agreed

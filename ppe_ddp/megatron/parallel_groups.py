@@ -246,6 +246,7 @@ class _Kept:
 
     groups: Groups | None = None
     has_failed_update = False
+    is_finalized = False  # steps are counted by finalize_model_grads(), and clipping belongs to the step before it
 
     @classmethod
     def of(cls, parent: ProcessGroup) -> _Kept:
@@ -284,7 +285,10 @@ class ModelParallel:
     def step(self, phase: str = FINALIZE) -> Generator[None, None, None]:
         """Run one step's collectives: what is raised inside reaches the ranks of all groups."""
         self._phase, self._has_come = phase, False
-        self._begin_step([groups for groups in self._distinct if not groups.is_closed])
+        for kept in self._kept.values():
+            kept.is_finalized |= phase == FINALIZE
+        if phase == FINALIZE or not any(kept.is_finalized for kept in self._kept.values()):
+            self._begin_step([groups for groups in self._distinct if not groups.is_closed])
         try:
             yield
         except BaseException as error:
