@@ -13,9 +13,14 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import device_types
+from ppe_ddp.contracts import probe
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from torch.distributed import ProcessGroup
+
+    from ppe_ddp.contracts import Probe
 
 
 def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
@@ -32,17 +37,36 @@ def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
     Raises:
         TypeError: ``value`` is something else; on this rank alone, and before anything is sent.
     """
+    steps = gathering_json(value, group)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            found: list[Any] = ended.value
+            return found
+
+
+def gathering_json(value: Any, group: ProcessGroup) -> Generator[Probe | None, None, list[Any]]:
+    """:func:`all_gather_json` in steps, for ranks that meanwhile go on elsewhere; gives the values.
+
+    Yields:
+        A probe of what the next step waits for.
+    """
     own = _encoded(value)
     device, size = _device_of(group), dist.get_world_size(group)
     length = torch.tensor([own.numel()], device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
+    work = dist.all_gather(lengths, length, group=group, async_op=True)
+    yield probe(work)
+    work.wait()
     counts = [int(count) for count in lengths]
     # Every rank sends as many bytes as the longest text has: an all-gather takes equal parts.
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     texts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(texts, padded, group=group)
+    work = dist.all_gather(texts, padded, group=group, async_op=True)
+    yield probe(work)
+    work.wait()
     return [_decoded(text[:count]) for text, count in zip(texts, counts, strict=True)]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.json_collectives import all_gather_json
+from ppe_ddp.backends.json_collectives import gathering_json
 from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
@@ -364,9 +364,9 @@ class FiniteCheck:
             places.append(self._place(rank, self._named(negotiation.finish(exchange, b"").mask)))
         return self._error(places, len(ranks), self._groups.world_size)
 
-    def error_in(self, groups: Groups) -> NonFiniteGradientError:
-        """Exchange the names over ``groups``, on all its ranks together, and make the error for them."""
-        tables = all_gather_json([self._names[i] for i in sorted(self._found)], groups.control)
+    def error_in(self, groups: Groups) -> Generator[Probe | None, None, NonFiniteGradientError]:
+        """Exchange the names over ``groups``, as steps on all its ranks, and make the error for them."""
+        tables = yield from gathering_json([self._names[i] for i in sorted(self._found)], groups.control)
         places = [self._place(rank, names) for rank, names in enumerate(tables) if names]
         return self._error(places[:_NAMED_RANKS], len(places), groups.world_size)
 

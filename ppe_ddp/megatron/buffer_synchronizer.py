@@ -357,7 +357,7 @@ class BufferSynchronizer(Synchronizer):
                 yield from second.launch_all()
                 yield from second.finish()
         statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
-        self._collect_errors(statuses, aborted_here=backward.aborted)
+        yield from self._collect_errors(statuses, aborted_here=backward.aborted)
         for group in groups:
             (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
         schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
@@ -368,12 +368,12 @@ class BufferSynchronizer(Synchronizer):
         for group in groups:
             group.groups.note(Activity.DONE)
 
-    def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> None:
+    def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> Steps:
         """Keep the error that ``statuses`` tell of, one byte a rank for each reduction group."""
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             if NON_FINITE in of_ranks and self._finite is not None:
-                error = self._finite.error_in(groups)
-                self._error = self._error or error
+                non_finite = yield from self._finite.error_in(groups)
+                self._error = self._error or non_finite
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:
