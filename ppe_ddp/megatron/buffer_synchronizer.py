@@ -29,7 +29,7 @@ from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-from ppe_ddp.errors import AbortedError, PeerAbortedError, PpeDdpError
+from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
 from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
@@ -91,7 +91,7 @@ class BufferSynchronizer(Synchronizer):
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self.is_split = setup.groups.split_model
-        self._failure: PeerAbortedError | None = None
+        self._failure: PeerAbortedError | CommunicationError | None = None
         self._error: Exception | None = None
         self._exchanges: list[MaskExchange] = []
         self._pending_results: Completion | None = None
@@ -274,8 +274,8 @@ class BufferSynchronizer(Synchronizer):
 
     def _note_failure(self, told: BaseException) -> None:
         # A new one: an error holds the frames that have raised it, and those the connections.
-        if isinstance(told, PeerAbortedError):
-            self._failure = PeerAbortedError(*told.args)
+        if isinstance(told, PeerAbortedError | CommunicationError):
+            self._failure = type(told)(*told.args)
             vars(self._failure).update(vars(told))  # the rank, step, phase and reason
         else:
             self._failure = PeerAbortedError(

@@ -284,7 +284,12 @@ class ModelParallel:
     def step(self, phase: str = FINALIZE) -> Generator[None, None, None]:
         """Run one step's collectives: what is raised inside reaches the ranks of all groups."""
         self._phase, self._has_come = phase, False
-        self._begin_step([groups for groups in self._distinct if not groups.is_closed])
+        is_clip = phase == CLIP  # in the step of the call before: who has failed in that does not come here
+        connected = [groups for groups in self._distinct if not groups.is_closed]
+        if not is_clip:
+            self._begin_step(connected)
+        for groups in connected:
+            groups.note(Activity.GATHER if is_clip else Activity.MASK)
         try:
             yield
         except BaseException as error:
@@ -296,7 +301,7 @@ class ModelParallel:
             self._waits_in = self._agreed = None
             for groups in self._distinct:  # who fails next lets the others complete this
                 if not groups.is_closed:
-                    groups.note(Activity.DONE)
+                    groups.note(Activity.GATHERED if is_clip else Activity.DONE)
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
         for groups in connected:
