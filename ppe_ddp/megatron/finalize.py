@@ -12,7 +12,7 @@ All of it happens in ``main_grad``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
 
@@ -107,12 +108,7 @@ def finalize_model_grads(
     is_own = groups is None or groups == chunks[0].groups
     parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with parallel.step(), torch.no_grad():
-        with ExitStack() as stack:  # a step that fails in one chunk is over in all of them
-            for chunk in reversed(chunks):
-                stack.callback(chunk.finish_grad_sync, force_all_reduce)
-            if chunks[1:]:
-                for chunk in chunks:  # others may come to them in another order, in their backwards
-                    chunk.begin_grad_sync()
+        _finish(chunks, force_all_reduce=force_all_reduce)
         plan = {
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
             "pipeline": _over_pipeline(chunks),
@@ -127,6 +123,28 @@ def finalize_model_grads(
         _update_routers(chunks, config, parallel)
         if num_tokens is not None:
             _divide(chunks, num_tokens, parallel)
+
+
+def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool) -> None:
+    """Finish the synchronization of all chunks; a step that fails in one of them is over in all."""
+    calls = [partial(chunk.finish_grad_sync, force_all_reduce) for chunk in chunks]
+    if chunks[1:]:  # others may come to them in another order, in their backwards
+
+        def begin() -> None:
+            for chunk in chunks:
+                chunk.begin_grad_sync()
+
+        calls.insert(0, begin)
+    errors: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+    interrupts = [error for error in errors if not isinstance(error, Exception)]
+    lost = [error for error in errors if isinstance(error, CommunicationError)]
+    for error in (*interrupts, *lost, *errors[-1:]):  # which are not hidden by what follows from them
+        raise error
 
 
 def _check(config: object) -> None:

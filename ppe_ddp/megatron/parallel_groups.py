@@ -287,8 +287,12 @@ class ModelParallel:
         self._phase, self._has_come = phase, False
         for kept in self._kept.values():
             kept.is_finalized |= phase == FINALIZE
-        if phase == FINALIZE or not any(kept.is_finalized for kept in self._kept.values()):
-            self._begin_step([groups for groups in self._distinct if not groups.is_closed])
+        is_next = phase == FINALIZE or not any(kept.is_finalized for kept in self._kept.values())
+        connected = [groups for groups in self._distinct if not groups.is_closed]
+        if is_next:
+            self._begin_step(connected)
+        for groups in connected:
+            groups.note(Activity.MASK if is_next else Activity.GATHER)
         try:
             yield
         except BaseException as error:
@@ -300,7 +304,7 @@ class ModelParallel:
             self._waits_in = self._agreed = None
             for groups in self._distinct:  # who fails next lets the others complete this
                 if not groups.is_closed:
-                    groups.note(Activity.DONE)
+                    groups.note(Activity.DONE if is_next else Activity.GATHERED)
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
         for groups in connected:

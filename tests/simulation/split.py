@@ -91,7 +91,10 @@ class SplitProgram:
         steps, size = draw.choice([1, 2, 3]), shape[0] * shape[1] * shape[2]
         dies = draw.random() < 0.1
         kinds = [*_PLACES, *[Where.NAN] * 3 * options["looks_for_nan"]]
-        kinds = [kind for kind in kinds if not (dies and kind is Where.SLOW)]
+        if dies:  # a slow rank would be taken for another dead one
+            kinds.remove(Where.SLOW)
+        if options["is_sharded"] and not options["clips"]:  # known: others take the optimizer's step, and wait there
+            kinds.remove(Where.LATE)
         faults = [
             Fault(draw.randrange(size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([0, 1, 1, 2, 3]))
@@ -155,7 +158,7 @@ class SplitProgram:
         if set(self.nodes) != {"here"}:
             yield change(self, nodes=("here",) * self.world_size)
         for name, value in self.options.items():
-            if value:
+            if value and not (name == "clips" and any(one.where is Where.LATE for one in self.faults)):
                 kept = tuple(one for one in self.faults if one.where is not Where.NAN or name != "looks_for_nan")
                 yield change(self, options={**self.options, name: False}, faults=kept)
 
