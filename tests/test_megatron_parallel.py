@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
 from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp.compression import ErrorFeedback, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -394,14 +395,14 @@ class Boom(Exception):
     """What one rank alone raises."""
 
 
-def split_model(sharded=True):
+def split_model(sharded=True, **options):
     """A copy of one layer on two data-parallel and two tensor-parallel ranks, its optimizer, and what SGD wraps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     module = nn.Linear(4, 2)
     module.weight.tensor_model_parallel = False
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded)
-    model = DistributedDataParallel(None, config, module, groups=ParallelGroups.from_mesh(mesh))
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups.from_mesh(mesh), **options)
     inner = torch.optim.SGD(module.parameters(), 0.1)
     return model, DistributedOptimizer(inner, model) if sharded else inner, inner
 
@@ -461,6 +462,28 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told(l
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
     assert outcome_of(model, optimizer.step) == ""
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.25, min_numel=1), PowerSGD(1, min_compression=0.1)], ids=repr)
+@on_four_ranks
+def test_a_step_that_a_tensor_parallel_rank_drops_is_dropped_by_compressors_of_complete_ranks(compressor):
+    model, optimizer, _ = split_model(sharded=False, reduce_function=ErrorFeedback(compressor))
+
+    def step():
+        model.module.weight.grad, model.module.bias.grad = model.module.weight.main_grad, model.module.bias.main_grad
+        optimizer.step()
+
+    for fails in (False, False, True, False, False):
+        before = model.comm_state_dict()[0]["parameters"]
+        handle = model.module.weight.register_hook(_raise) if fails and dist.get_rank() == 1 else None
+        told = outcome_of(model, step)
+        if handle is not None:
+            handle.remove()
+        assert bool(told) == fails, told
+        after = model.comm_state_dict()[0]["parameters"]
+        is_as_before = all(torch.equal(kept, after[name][key]) for name in before for key, kept in before[name].items())
+        assert is_as_before == (fails or not any(before.values()))
+    assert_copies_are_equal(model)
 
 
 @pytest.mark.parametrize("chunk", [0, 1])

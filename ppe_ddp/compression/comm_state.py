@@ -36,12 +36,18 @@ _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can b
 
 
 class CommState:
-    """The state of one wrapper's compressor."""
+    """The state of one wrapper's compressor.
 
-    def __init__(self) -> None:
+    Args:
+        can_revoke: Whether :meth:`revoke` may be called, which takes the memory of two steps until :meth:`settle`.
+    """
+
+    def __init__(self, *, can_revoke: bool = False) -> None:
         self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory
         self._of: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}
+        self._taken: dict[str, dict[str, Any]] = {}  # what was before the last step that was taken
+        self._can_revoke = can_revoke
         self._undecided: _Stepped | None = None
         self._steps = 0
         self._offset: int | None = None
@@ -58,6 +64,7 @@ class CommState:
     def keep(self, names: Iterable[str]) -> None:
         """Keep what is remembered of the parameters ``names``, which the step under way may replace."""
         self.decide()
+        self.settle()
         for name in names:
             if name not in self._before:
                 self._before[name] = dict(self.of(name))
@@ -65,12 +72,25 @@ class CommState:
     def commit(self) -> None:
         """Forget what :meth:`keep` has kept: the step is taken."""
         self.decide()  # of a step before, where this one has sent nothing
+        self._taken = dict(self._before) if self._can_revoke else {}
         self._before.clear()
+
+    def settle(self) -> None:
+        """Forget what was before the last step: nobody drops it any more."""
+        self._taken.clear()
+
+    def revoke(self) -> None:
+        """Put back what was before the last step, which is dropped after its communication was complete."""
+        self._undecided = None
+        self._before = self._before or self._taken
+        self._taken = {}
+        self.put_back()
 
     def clear(self) -> None:
         """Forget everything of all parameters: what is sent from now on is of another kind."""
         self._undecided = None
         self._before.clear()
+        self.settle()
         for own in self._of.values():
             own.clear()
 

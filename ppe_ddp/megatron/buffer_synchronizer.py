@@ -323,6 +323,11 @@ class BufferSynchronizer(Synchronizer):
             if EventLog.current is not None:
                 EventLog.current.add("wait", "for results", begin)
 
+    def end_step(self, *, is_taken: bool) -> None:
+        """All chunks of the model are complete on all its ranks, or all drop the step."""
+        for group in self.reduction_groups:
+            group.end_step(is_taken=is_taken)
+
     def _forget_pending_results(self) -> Completion | None:
         completion, self._pending_results, self._unfinished = self._pending_results, None, None
         return completion

@@ -11,7 +11,8 @@ All of it happens in ``main_grad``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,7 +108,7 @@ def finalize_model_grads(
     _check(config)
     is_own = groups is None or groups == chunks[0].groups
     parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
-    with parallel.step(), torch.no_grad():
+    with _together(chunks, parallel), parallel.step(), torch.no_grad():
         _finish(chunks, force_all_reduce=force_all_reduce)
         plan = {
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
@@ -123,6 +124,23 @@ def finalize_model_grads(
         _update_routers(chunks, config, parallel)
         if num_tokens is not None:
             _divide(chunks, num_tokens, parallel)
+
+
+@contextmanager
+def _together(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Generator[None, None, None]:
+    """Finalize; a step that all ranks drop leaves the memory of compressors as it was, also of complete chunks."""
+    try:
+        yield
+    except BaseException:
+        if parallel.tells_all:  # else some may have taken the step
+            _end_step(chunks, is_taken=False)
+        raise
+    _end_step(chunks, is_taken=True)
+
+
+def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> None:
+    for chunk in chunks:
+        chunk.gradient_buffers.end_step(is_taken=is_taken)
 
 
 def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool) -> None:
@@ -141,6 +159,8 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
             call()
         except BaseException as error:
             errors.append(error)
+    if errors:
+        _end_step(chunks, is_taken=False)
     interrupts = [error for error in errors if not isinstance(error, Exception)]
     lost = [error for error in errors if isinstance(error, CommunicationError)]
     for error in (*interrupts, *lost, *errors[-1:]):  # which are not hidden by what follows from them

@@ -225,7 +225,7 @@ class ReductionGroup:
         self.negotiation.use_module(module_state)
         self.dropped_forwards = DroppedForwards(groups.rank)
         self.repairs = Planner(specs, _PACKING)  # of a second round
-        self._comm_state = CommState()
+        self._comm_state = CommState(can_revoke=True)
         self._comm_state.begin(groups, module_state.specs)
         self.reduction: Reduction
         if isinstance(function, Compressor):
@@ -234,6 +234,10 @@ class ReductionGroup:
         else:
             self.reduction = FunctionReduction(function, groups)
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
+
+    def end_step(self, *, is_taken: bool) -> None:
+        """Let the compressor's memory be what the step has made of it, or what it was before."""
+        (self._comm_state.settle if is_taken else self._comm_state.revoke)()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's memory on this rank; empty without one."""

@@ -277,6 +277,11 @@ class ModelParallel:
         self._has_come = False  # to connect again, in this call
         self._agreed: DisagreementError | None = None  # what all ranks raise
 
+    @property
+    def tells_all(self) -> bool:
+        """Whether an error in a step is raised on all ranks of the job: the model is split."""
+        return bool(self._distinct)
+
     def group(self, name: str) -> Groups | None:
         """The duplicates of a group, by its name in :class:`ParallelGroups`; None where this rank is alone."""
         return self._groups.get(name)
