@@ -84,7 +84,11 @@ def main():
         count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
     else:
         first, last = map(int, arguments.seeds.split(":"))
-        count, failed, which = last - first, run_seeds(range(first, last), arguments.jobs, program_of), f"seeds, {first}:{last},"
+        count, failed, which = (
+            last - first,
+            run_seeds(range(first, last), arguments.jobs, program_of),
+            f"seeds, {first}:{last},",
+        )
     seconds = time.perf_counter() - start
     print(f"{count} {which} in {seconds:.1f} s, {count / seconds:.1f} a second: {failed} failed")
     return bool(failed)

@@ -418,9 +418,7 @@ class SplitRun:
     def __init__(self, program):
         self.program = program
         count = program.world_size
-        self.scheduler = Scheduler(
-            Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world
-        )
+        self.scheduler = Scheduler(Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world)
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, (), count)
         self.outcomes = [[] for _ in range(count)]
