@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
@@ -63,6 +64,7 @@ class ShardedBuffers(ShardedModel):
         self.shards: list[Shard] = []
         self._weights: dict[int, Tensor] = {}
         self._assigned: dict[int, _Assigned] = {}
+        self._under_way: set[int] = set()  # units that are being gathered
         self._starts: list[tuple[int, int]] = []
         for i in self._indices:
             self._cut(*places[i], state.module_state.parameters[i], state.specs[i].name)
@@ -176,7 +178,17 @@ class ShardedBuffers(ShardedModel):
         values = self._buffers[bucket.buffer].values(bucket)
         groups = self.groups
         size = bucket.padded // groups.world_size
+        groups.note(Activity.GATHER)
+        self._under_way.add(unit)
         return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
 
+    def abandon(self, unit: int | None = None) -> None:
+        """See :meth:`ShardedModel.abandon`."""
+        self._under_way -= self._under_way if unit is None else {unit}
+
     def install(self, unit: int) -> None:
-        """Nothing to do: parameters are views of what was gathered."""
+        """Note that it has come; parameters are views of what was gathered."""
+        if unit in self._under_way:
+            self._under_way.remove(unit)
+            if not self._under_way:
+                self.groups.note(Activity.GATHERED)

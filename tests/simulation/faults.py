@@ -55,9 +55,7 @@ class Where(enum.Enum):
 
 BEHIND_BACKWARD = (Where.FINALIZE, Where.LATE, Where.CLIP, Where.UPDATE)
 RAISING = tuple(
-    where
-    for where in Where
-    if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES, *BEHIND_BACKWARD)
+    where for where in Where if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES, *BEHIND_BACKWARD)
 )
 
 

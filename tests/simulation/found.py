@@ -9,6 +9,7 @@ from law_steps import StepKind, TrainingStep, Zeroing
 
 from .faults import Fault, Where
 from .program import Program
+from .split import SplitProgram
 from .wrappers import Wrapping
 
 _RECIPE = Recipe(1, (LayerRecipe(Kind.LINEAR), LayerRecipe(Kind.SKIPPED)))
@@ -20,6 +21,12 @@ _TORN = Fault(0, 1, Where.LOSS, 0)
 def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STEP, **options):
     options = {"forward_sync_buffers": True, "overlap": True, "bucket_cap_mb": 25.0, **options}
     return Program(seed, len(nodes), (_RECIPE,) * count, options, wrapping, (step, step), nodes, faults)
+
+
+def _split(seed, shape, fault, *, chunks=1, **options):
+    names = ("overlap", "is_sharded", "gathers_late", "clips", "counts_tokens", "looks_for_nan", "has_small_buckets")
+    size = shape[0] * shape[1] * shape[2]
+    return SplitProgram(seed, shape, chunks, {**dict.fromkeys(names, False), **options}, 3, ("here",) * size, (fault,))
 
 
 def found(orders=5):
@@ -49,6 +56,16 @@ def found(orders=5):
             _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + 2 * seed),), wrapping=Wrapping.OPTIMIZER),
             # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
+        ]
+        programs += [
+            # Who had heard of a failure from its data-parallel peers named itself to the others of its model.
+            _split(seed, (2, 2, 1), Fault(3, 0, Where.LOSS, 0)),
+            # A rank failed behind the last sum: clipping had been counted as a step, and the next one failed, too.
+            _split(seed, (1, 1, 2), Fault(0, 0, Where.LATE, 0), is_sharded=True, clips=True, counts_tokens=True),
+            # Two chunks found NaN, and each waited for the names in another order.
+            _split(seed, (2, 2, 1), Fault(2, 0, Where.NAN, 0), chunks=2, looks_for_nan=True),
+            # Where an optimizer's step had failed, a rank was told that another one had raised in the next step.
+            _split(seed, (2, 2, 1), Fault(0, 0, Where.UPDATE, 0), is_sharded=True),
         ]
         programs += [
             # A forward after join() still told of itself in the user's group, which a rank without one never answers.

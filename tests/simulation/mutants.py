@@ -16,11 +16,13 @@ from ppe_ddp import joining
 from ppe_ddp.backends import rank_store
 from ppe_ddp.compression import comm_state
 from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
-from ppe_ddp.megatron import buffer_synchronizer
+from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
+from ppe_ddp.optim import DistributedOptimizer
 
 from .__main__ import prepare, run
 from .found import found
 from .program import Program
+from .split import SplitProgram
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Mutant:
 SYNC, REDUCER, GROUPS = synchronizer.BucketSynchronizer, reducer.Reducer, groups.Groups
 JOIN = joining.DdpJoinHook
 MEGATRON = buffer_synchronizer.BufferSynchronizer
+PARALLEL, COPIES = parallel_groups.ModelParallel, parallel_groups.CopiesOfParameters
+SHARDED = sharded_buffers.ShardedBuffers
 # title, owner, method, what is there, what takes its place
 MUTANTS = [
     Mutant(*row)
@@ -272,6 +276,47 @@ MUTANTS = [
             "if False:",
         ),
         ("a new gradient does not open its bucket", MEGATRON, "_prepare", "bucket.reopen()", "pass"),
+        # a model that is split over the ranks
+        ("split: an old failure costs the next step", PARALLEL, "_vote", "groups.step -= 1  #", "pass  #"),
+        ("split: a vote is lost when it is repeated", PARALLEL, "_vote", "extremes.copy_(mine)", "extremes.fill_(0)"),
+        (
+            "split: the first group is told nothing",
+            PARALLEL,
+            "_give_up",
+            "in self._distinct:",
+            "in self._distinct[1:]:",
+        ),
+        (
+            "split: who relays a failure names itself",
+            PARALLEL,
+            "_give_up",
+            "dist.get_rank() if heard_of is None else heard_of",
+            "dist.get_rank()",
+        ),
+        ("split: one group alone hears of an update", PARALLEL, "agree", "failed = int(extremes[2])", "pass"),
+        (
+            "split: a failed update is told twice",
+            PARALLEL,
+            "agree",
+            "self.note_failed_update(has_failed=False)",
+            "pass",
+        ),
+        ("split: the ranks agree without connections", PARALLEL, "agree", "self.renew()", "pass"),
+        ("split: a renewed group begins no step", PARALLEL, "renew", "self._begin_step(", "bool("),
+        ("split: clipping is a step of its own", PARALLEL, "step", "if not is_clip:", "if True:"),
+        ("split: what all raise is told besides", PARALLEL, "step", "if error is not self._agreed else None", ""),
+        ("split: who fails next ends this step", failures.Failures, "_await", "is_ahead = ", "is_ahead = False and "),
+        ("split: nobody waits for gathers", SHARDED, "gather", "groups.note(Activity.GATHER)", "pass"),
+        ("split: a lost rank is hidden", finalize, "_finish", "(*interrupts, *lost, *errors[-1:])", "errors[-1:]"),
+        ("split: copies count twice in a norm", COPIES, "counts", "return rank == 0 or", "return True or"),
+        ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
+        (
+            "split: who has heard of a failed update calls it its own",
+            DistributedOptimizer,
+            "step",
+            "if not isinstance(peer_error or error, PeerAbortedError):",
+            "if True:",
+        ),
     ]
 ]
 
@@ -288,14 +333,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--only", default="", help="those whose titles have this")
+    parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
+    program_of = SplitProgram.of if arguments.split else Program.of
     prepare()
     wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
     count = 0
     for mutant in wanted:
         start = time.perf_counter()
-        program, text = find(mutant, itertools.chain(map(Program.of, range(first, last)), found() if last else ()))
+        program, text = find(mutant, itertools.chain(map(program_of, range(first, last)), found() if last else ()))
         count += program is not None
         which = "not found" if program is None else f"seed {program.seed}"
         print(f"{mutant.title:55} {which:10} {time.perf_counter() - start:5.0f} s  {text[:90]!r}", flush=True)

@@ -13,6 +13,7 @@ from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
 from ppe_ddp.engine import groups, peer_processes
 from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.optim import DistributedOptimizer
 
 from .faults import packing
 from .group import SimulatedWire
@@ -41,20 +42,26 @@ def new_worlds(count):
     return [_World() for _ in range(count)]
 
 
-class _OwnReducers:
-    """The reducers of the rank that asks, in an order that the seed decides: a process has them in no order."""
+class _Own:
+    """The objects of the rank that asks, in an order that the seed decides: a process has them in no order."""
 
     def __init__(self):
         self._of = defaultdict(list)  # by process, of which no two histories have the same
 
-    def __setitem__(self, _identity, reducer):
-        self._of[Scheduler.current.pid()].append(weakref.ref(reducer))
+    def __setitem__(self, _identity, one):
+        self.add(one)
+
+    def add(self, one):
+        self._of[Scheduler.current.pid()].append(weakref.ref(one))
 
     def valuerefs(self):
         scheduler = Scheduler.current
         own = [one for one in self._of[scheduler.pid()] if one() is not None]
         scheduler.draw.shuffle(own)
         return own
+
+    def __iter__(self):
+        return iter([one() for one in self.valuerefs()])
 
 
 class Pages:
@@ -129,7 +136,8 @@ def simulated():
         mock.patch.object(shm_group, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "GlooWire", SimulatedWire.of),
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys, _=None: (arguments, keys)),
-        mock.patch.object(Reducer, "_all", _OwnReducers()),
+        mock.patch.object(Reducer, "_all", _Own()),
+        mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group
         packing(),

@@ -12,7 +12,6 @@ import itertools
 import re
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,14 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ppe_ddp import CommunicationError, DisagreementError, DistributedOptimizer, NonFiniteGradientError, megatron
-from ppe_ddp import PeerAbortedError
+from ppe_ddp import (
+    CommunicationError,
+    DisagreementError,
+    DistributedOptimizer,
+    NonFiniteGradientError,
+    PeerAbortedError,
+    megatron,
+)
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.optim import clip_grad_norm_
 
@@ -418,9 +423,7 @@ class SplitRun:
     def __init__(self, program):
         self.program = program
         count = program.world_size
-        self.scheduler = Scheduler(
-            Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world
-        )
+        self.scheduler = Scheduler(Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world)
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, (), count)
         self.outcomes = [[] for _ in range(count)]
