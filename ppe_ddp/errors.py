@@ -69,6 +69,7 @@ class PeerAbortedError(PpeDdpError):
     phase: str = ""
     reason: str = ""
     job_rank: int | None = None
+    told_in = ""  # the connections whose ranks all have the report
     is_in_step: bool = False
 
 

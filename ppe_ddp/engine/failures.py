@@ -28,7 +28,7 @@ from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
 from ppe_ddp.engine.peer_processes import Activity, Condition, Position
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
 from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
 
 if TYPE_CHECKING:
@@ -338,6 +338,7 @@ class Failures:
         self._store = store
         self._job_rank_of = job_rank_of
         self._step = step
+        self._name = name
         self._reports = Reports(store, f"ppe_ddp/failures/{name}")
         self._rank = rank
         self._lost = lost
@@ -383,8 +384,21 @@ class Failures:
         advice = _ADVICE.get(first.phase, _ADVICE[""])
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
-        error.job_rank = self._job_rank_of(first.rank)
+        error.job_rank, error.told_in = self._job_rank_of(first.rank), self._name
         return error
+
+    def to_report(self, error: BaseException) -> BaseException | None:
+        """What the ranks of these connections have to be told of ``error``; None where they know of it."""
+        if not isinstance(error, PeerAbortedError):
+            return None if isinstance(error, DisagreementError) else error
+        if error.told_in in ("", self._name):
+            return None
+        with suppress(dist.DistError, CommunicationError):
+            if self.of_others():
+                return None
+        is_named = error.job_rank is None or "of the job)" in error.reason
+        heard_of = "" if is_named else f" (rank {error.job_rank} of the job)"
+        return AbortedError(error.reason.removeprefix("AbortedError: ") + heard_of)
 
     def forget(self) -> None:
         """Delete what this rank has reported; called when no rank uses these connections any more."""

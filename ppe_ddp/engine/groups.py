@@ -66,7 +66,6 @@ from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.errors import (
     AbortedError,
     CommunicationError,
-    DisagreementError,
     PeerAbortedError,
     PpeDdpError,
     UnusableError,
@@ -531,8 +530,8 @@ class Groups:
         try:
             if isinstance(error, Exception) and is_of_transport(error) and not is_explained(error):
                 instead = self.explained(error, "the communication of this step")
-            told = instead or error
-            if not isinstance(told, DisagreementError | PeerAbortedError):  # which other ranks have
+            told = self.failures.to_report(instead or error)
+            if told is not None:
                 lost = self._lost_of(told)
                 with contextlib.suppress(RuntimeError):  # the store may be gone
                     self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
