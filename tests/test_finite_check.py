@@ -1,6 +1,5 @@
 """`check_for_nan_in_grad`: NaN and infinity on one rank are named on all, or the step is skipped by all."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -470,12 +470,13 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told(l
 def test_a_step_that_a_tensor_parallel_rank_drops_is_dropped_by_compressors_of_complete_ranks(compressor):
     model, optimizer, _ = split_model(sharded=False, reduce_function=ErrorFeedback(compressor))
     parameters = list(model.module.parameters())
-    for fails in (False, False, True, False, False):
+    for step, fails in enumerate((False, False, True, False, False)):
         before = model.comm_state_dict()[0]["parameters"]
+        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank() // 2))
         is_culprit = fails and dist.get_rank() == 1
         handle = model.module.weight.register_hook(_raise) if is_culprit else None
         model.zero_grad_buffer()
-        loss = model(torch.ones(3, 4)).sum()
+        loss = model(batch).square().sum()
         with pytest.raises((Boom, PeerAbortedError)) if is_culprit else contextlib.nullcontext():
             loss.backward()
         with pytest.raises(PeerAbortedError) if fails else contextlib.nullcontext():
@@ -593,6 +594,49 @@ def test_a_scaler_checks_experts_that_have_seen_no_token():
         assert norm.isfinite() == (step != 2)
         for was, parameter in zip(before, model.module.expert.parameters(), strict=True):
             assert torch.equal(was, parameter) == (not has_tokens or step == 2)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["dense first", "experts first"])
+@pytest.mark.parametrize("failing", [0, 1], ids=["dense", "experts"])
+@on_four_ranks
+def test_who_raises_in_one_of_several_optimizers_leaves_nobody_waiting_in_another(failing, order):
+    """Ranks that have all of its parameters are told in its gather; others have gone on to the next optimizer."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    parts = [(model.module.dense, model.sharded()), (model.module.expert, model.sharded(experts=True))]
+    inner = [torch.optim.SGD(part.parameters(), 0.1) for part, _ in parts]
+    optimizers = [DistributedOptimizer(one, shards) for one, (_, shards) in zip(inner, parts, strict=True)]
+    for step in range(5):
+        fails = step == 1 and dist.get_rank() == 3
+        handle = inner[failing].register_step_pre_hook(_raise) if fails else None
+        model.zero_grad_buffer()
+        told = ""
+        try:
+            model(torch.ones(2, 4), has_tokens=True).sum().backward()
+            finalize_model_grads([model])
+            for k in order:
+                optimizers[k].step()
+        except (Boom, PeerAbortedError) as error:
+            told = f"{type(error).__name__}: {error}"
+        has_gone_on = failing == order[1] == 1 and dist.get_rank() in (0, 2)  # other experts, behind the last gather
+        assert ("Boom" in told) == (step == 1 and not has_gone_on), (step, told)
+        if handle is not None:
+            handle.remove()
+
+
+@on_two_ranks
+def test_chunks_without_a_pipeline_have_no_copies_of_one_another():
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    chunks = [DistributedDataParallel(None, config, nn.Linear(3, 1, bias=False), groups=groups) for _ in range(2)]
+    optimizers = []
+    for chunk in chunks:
+        chunk.module.weight.pipeline_parallel = True
+        optimizers.append(DistributedOptimizer(torch.optim.SGD(chunk.module.parameters(), 0.1), chunk))
+        chunk(torch.full((1, 3), 10.0 ** len(optimizers))).sum().backward()
+    finalize_model_grads(chunks)
+    assert clip_grad_norm_(optimizers, 1e9).item() == pytest.approx((3 * 10**2 + 3 * 100**2) ** 0.5)
 
 
 @pytest.mark.parametrize("way", ["hook", "loss", "behind backward"])

@@ -343,7 +343,11 @@ class FiniteCheck:
         return self.status == 0
 
     def error(
-        self, negotiation: Negotiation, groups: Groups, statuses: Sequence[int], indices: Sequence[int]
+        self,
+        negotiation: Negotiation,
+        groups: Groups,
+        statuses: Sequence[int],
+        indices: Sequence[int] | None = None,
     ) -> Generator[Probe | None, None, NonFiniteGradientError]:
         """Exchange the names, as steps on all ranks, and make the error for them.
 
@@ -351,9 +355,10 @@ class FiniteCheck:
             negotiation: Of the ranks.
             groups: Where it exchanges masks.
             statuses: Of the ranks, as they have voted; one at least has :data:`NON_FINITE`.
-            indices: The parameters that the masks are of.
+            indices: The parameters that the masks are of; default: all.
         """
         ranks = [rank for rank, status in enumerate(statuses) if status & NON_FINITE]
+        indices = range(len(self._names)) if indices is None else indices
         names = [self._names[i] for i in indices]
         places = []
         for rank in ranks[:_NAMED_RANKS]:

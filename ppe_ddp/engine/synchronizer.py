@@ -329,8 +329,7 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += vote.nbytes
         statuses = self._dropped_forwards.unpack(outcome.statuses)
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
-            everything = range(len(self._nothing))
-            error = yield from self._finite.error(self.negotiation, self._groups, statuses, everything)
+            error = yield from self._finite.error(self.negotiation, self._groups, statuses)
             self._drop(backward, error)
             return
         backward.averaged = backward.recorder.agreed

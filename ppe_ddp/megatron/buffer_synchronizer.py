@@ -377,8 +377,8 @@ class BufferSynchronizer(Synchronizer):
         """Keep the error that ``statuses`` tell of, one byte a rank for each reduction group."""
         for group, of_ranks in zip(self.reduction_groups, statuses, strict=True):
             if NON_FINITE in of_ranks and self._finite is not None:
-                error = yield from self._finite.error(group.negotiation, group.groups, of_ranks, group.indices)
-                self._error = self._error or error
+                found = yield from self._finite.error(group.negotiation, group.groups, of_ranks, group.indices)
+                self._error = self._error or found
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:

@@ -147,12 +147,7 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
     """Finish the synchronization of all chunks; a step that fails in one of them is over in all."""
     calls = [partial(chunk.finish_grad_sync, force_all_reduce) for chunk in chunks]
     if chunks[1:]:  # others may come to them in another order, in their backwards
-
-        def begin() -> None:
-            for chunk in chunks:
-                chunk.begin_grad_sync()
-
-        calls.insert(0, begin)
+        calls.insert(0, partial(_begin, chunks))
     errors: list[BaseException] = []
     for call in calls:
         try:
@@ -161,10 +156,14 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
             errors.append(error)
     if errors:
         _end_step(chunks, is_taken=False)
-    interrupts = [error for error in errors if not isinstance(error, Exception)]
-    lost = [error for error in errors if isinstance(error, CommunicationError)]
-    for error in (*interrupts, *lost, *errors[-1:]):  # which are not hidden by what follows from them
-        raise error
+        interrupts = [error for error in errors if not isinstance(error, Exception)]
+        lost = [error for error in errors if isinstance(error, CommunicationError)]
+        raise [*interrupts, *lost, errors[-1]][0]  # which are not hidden by what follows from them
+
+
+def _begin(chunks: Sequence[DistributedDataParallel]) -> None:
+    for chunk in chunks:
+        chunk.begin_grad_sync()
 
 
 def _check(config: object) -> None:

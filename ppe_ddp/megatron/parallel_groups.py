@@ -226,7 +226,7 @@ class CopiesOfParameters(Copies):
         name, parameter = shard.name, shard.parameter
         if getattr(parameter, "shared", False) or id(parameter) in self._copied:
             return False
-        if getattr(parameter, "pipeline_parallel", False):
+        if getattr(parameter, "pipeline_parallel", False) and self._parallel.group("pipeline") is not None:
             if self._stage > 0 or name in names:
                 return False
             names.add(name)

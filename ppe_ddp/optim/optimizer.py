@@ -262,10 +262,12 @@ class DistributedOptimizer(Optimizer):
             peer_error = self._gather.fail(error)
             if not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
                 self._model.copies.note_failed_update()
-            if self._overlaps:  # other ranks may have gone on to the next optimizer, which is not stepped here
-                for other in set(self._everyone) - {self}:
-                    if other._last_step != other._model.groups.step:
-                        other._gather.fail(error)
+            parent = self._model.groups.parent
+            for other in set(self._everyone) - {self}:
+                # Ranks that have all of this one's parameters may have gone on to the next optimizer.
+                has_gone_on = self._overlaps or other._model.groups.parent is not parent
+                if has_gone_on and other._last_step != other._model.groups.step:
+                    other._gather.fail(error)
             if peer_error is None:
                 raise
             raise peer_error from error

@@ -303,11 +303,11 @@ MUTANTS = [
         ),
         ("split: the ranks agree without connections", PARALLEL, "agree", "self.renew()", "pass"),
         ("split: a renewed group begins no step", PARALLEL, "renew", "self._begin_step(", "bool("),
-        ("split: clipping is a step of its own", PARALLEL, "step", "if not is_clip:", "if True:"),
+        ("split: clipping is a step of its own", PARALLEL, "step", "if is_next:", "if True:"),
         ("split: what all raise is told besides", PARALLEL, "step", "if error is not self._agreed else None", ""),
         ("split: who fails next ends this step", failures.Failures, "_await", "is_ahead = ", "is_ahead = False and "),
         ("split: nobody waits for gathers", SHARDED, "gather", "groups.note(Activity.GATHER)", "pass"),
-        ("split: a lost rank is hidden", finalize, "_finish", "(*interrupts, *lost, *errors[-1:])", "errors[-1:]"),
+        ("split: a lost rank is hidden", finalize, "_finish", "[*interrupts, *lost, errors[-1]][0]", "errors[-1]"),
         ("split: copies count twice in a norm", COPIES, "counts", "return rank == 0 or", "return True or"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
         (
