@@ -122,7 +122,7 @@ class Weights:
         self._is_nonzero = is_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._left: list[tuple[int, int]] | None = []  # None where the last backward has not ended
+        self._left: list[tuple[int, int]] | None = []  # None where no comparison is needed
         self._task = -1
         self._is_used = False
         self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
@@ -154,7 +154,7 @@ class Weights:
         if self._before[0] == task:
             _, has_gradients, versions = self._before
         else:
-            has_gradients, versions = self._has_gradients(but=arrived), self._versions()
+            has_gradients, versions = self._has_gradients(but=arrived), _versions(self._gradients())
         if has_gradients and not self.is_weighed:
             raise UnusableError(
                 "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
@@ -173,21 +173,25 @@ class Weights:
         task = graph_task()
         for weights in list(cls._all):
             if weights._before[0] != task:
-                weights._before = task, weights._has_gradients(), weights._versions()
+                gradients = weights._gradients()
+                has_gradients = any(map(weights._is_nonzero, gradients))
+                weights._before = task, has_gradients, _versions(gradients)
 
     def _has_gradients(self, but: int | None = None) -> bool:
-        return any(
-            parameter.grad is not None and self._is_nonzero(parameter.grad)
+        return any(map(self._is_nonzero, self._gradients(but)))
+
+    def _gradients(self, but: int | None = None) -> list[Any]:
+        return [
+            gradient
             for i, parameter in enumerate(self.parameters)
-            if i != but
-        )
+            if (gradient := parameter.grad) is not None and i != but
+        ]
 
     def _remember(self) -> None:
-        self._left = self._versions()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """Which tensors are in ``.grad``, and how often each was changed: gradients may well be zero."""
-        return [(id(grad), version_of(grad)) for parameter in self.parameters if (grad := parameter.grad) is not None]
+        # If the first one is not zero, whoever finds nothing but zeros later need not compare. A GPU would be waited for.
+        first = next((gradient for one in self.parameters if (gradient := one.grad) is not None), None)
+        is_changed_by_zero = first is not None and first.device.type == "cpu" and self._is_nonzero(first)
+        self._left = None if is_changed_by_zero else _versions(self._gradients())
 
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
@@ -204,7 +208,7 @@ class Weights:
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""
-        if is_manual and not has_gradients and self._left != self._versions():
+        if is_manual and not has_gradients and self._left != _versions(self._gradients()):
             self.settle()  # the user has dropped what was weighed before
         word = _NOTHING
         if self.is_weighed and not silent:
@@ -240,6 +244,11 @@ class Weights:
     def factor_alone(self) -> float:
         """The same for one rank alone, which sends nothing."""
         return _Weigh.unit / self.total if self.total else 1.0
+
+
+def _versions(gradients: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was changed: gradients may well be zero."""
+    return [(id(gradient), version_of(gradient)) for gradient in gradients]
 
 
 def _words(field: bytes) -> tuple[int, ...]:
