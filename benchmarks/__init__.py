@@ -6,6 +6,7 @@ COMMANDS = (
     Command("scaling", "a model of a step: held to nodes, drawn to 10,000 ranks", "benchmarks.scaling"),
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),
+    Command("mask", "what weights, times and digests in a step cost", "benchmarks.mask"),
     Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
 )
 """All of them, in the order in which help lists them."""

@@ -188,7 +188,7 @@ class Weights:
         ]
 
     def _remember(self) -> None:
-        # If the first one is not zero, whoever finds nothing but zeros later need not compare. A GPU would be waited for.
+        # If the first one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
         first = next((gradient for one in self.parameters if (gradient := one.grad) is not None), None)
         is_changed_by_zero = first is not None and first.device.type == "cpu" and self._is_nonzero(first)
         self._left = None if is_changed_by_zero else _versions(self._gradients())

@@ -42,6 +42,18 @@ def test_where_nodes_cannot_be_made_the_reason_is_told(name, monkeypatch, capsys
     assert "nodes are made of namespaces, which only root may make" in capsys.readouterr().err
 
 
+# --- mask
+
+
+def test_what_a_mask_carries_is_measured(tmp_path, two_ranks, capsys):
+    file = tmp_path / "result.json"
+    with these(two_ranks):
+        assert called("mask", "--ranks", "2", "--model", "supernet-own", "--repeats", "1", "--json", str(file)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    (line,) = json.loads(file.read_text())["lines"]
+    assert all(line[mode]["median"] > 0 for mode in ("weights", "times", "digests", "all"))
+
+
 # --- load
 
 
