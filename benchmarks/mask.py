@@ -1,8 +1,8 @@
-"""Measures what else travels in a step's mask and vote: weights, times of ranks, digests of parameters.
+"""Measures what weights, times of ranks and digests of parameters cost a step.
 
-One wrapper trains with each of them switched on alone, with all, and with none,
-in turn, block by block: its memory is the same, so the ratio is that of the
-work. Two wrappers in one run differ by more than that.
+They travel in its mask and vote. One wrapper trains with each switched on
+alone, with all, and with none, in turn, block by block: its memory is the same,
+so the ratio is that of the work. Two wrappers in one run differ by more.
 
   python -m benchmarks mask --repeats 100
   mpirun -n 4 python -m benchmarks mask --json result.json
@@ -42,7 +42,8 @@ class _NoTimes(RankTimes):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this command's arguments to ``parser``."""
-    parser.add_argument("--model", action="append", choices=[*WORKLOADS], help="of bench step (default: its CPU ones)")
+    names = "a model of bench step (default: those for CPUs)"
+    parser.add_argument("--model", action="append", choices=WORKLOADS, metavar="NAME", help=names)
     benchmarking.add_arguments(parser, repeats=40)
 
 
