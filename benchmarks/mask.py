@@ -10,6 +10,7 @@ so the ratio is that of the work. Two wrappers in one run differ by more.
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import ppe_ddp
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.bench_step import WORKLOADS
+from ppe_ddp.cli.bench_step import WORKLOADS, Contestant
 from ppe_ddp.cli.benchmarking import Platform, Spread, in_turn, on_ranks, print_table
 from ppe_ddp.cli.command_line import write_report
 from ppe_ddp.stragglers import NBYTES, RankTimes
@@ -84,20 +85,17 @@ def _modes(name: str) -> dict[str, Callable[[int], None]]:
     workload = WORKLOADS[name]
     module, batch = workload.made()
     model = ppe_ddp.DistributedDataParallel(module)
-    model(batch, *workload.route(0, dist.get_rank())).sum().backward()
+    weighing = replace(workload, loss=lambda *given: ppe_ddp.weigh(workload.loss(*given), _TOKENS))
+    plain, weighed = (Contestant(one, batch, module, model) for one in (workload, weighing))
+    plain.take(1)
     reducer = model._reducer
     assert reducer is not None
-    synchronizer, taken = reducer.synchronizer, 0
+    synchronizer = reducer.synchronizer
     times, drift, nobody = synchronizer.times, synchronizer.drift, _NoTimes(dist.get_rank())
 
     def take(mode: str, steps: int) -> None:
-        nonlocal taken
         synchronizer.times = times if mode in ("times", "all") else nobody
         synchronizer.drift = drift if mode in ("digests", "all") else None
-        for _ in range(steps):
-            module.zero_grad(set_to_none=True)
-            loss = workload.loss(model(batch, *workload.route(taken, dist.get_rank())), batch)
-            (ppe_ddp.weigh(loss, _TOKENS) if mode in ("weights", "all") else loss).backward()
-            taken += 1
+        (weighed if mode in ("weights", "all") else plain).take(steps)
 
     return {mode: partial(take, mode) for mode in MODES}

@@ -8,10 +8,13 @@ from unittest import mock
 
 import pytest
 
-from benchmarks import COMMANDS, load, scaling, timeline, training
+import ppe_ddp
+from benchmarks import COMMANDS, load, mask, scaling, timeline, training
 from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
 from ppe_ddp import cli
 from ppe_ddp.cli.benchmarking import Platform
+from ppe_ddp.engine.replicas import DriftCheck
+from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.tracing.pictures import draw_steps
 
 MIB = 1 << 20
@@ -52,6 +55,25 @@ def test_what_a_mask_carries_is_measured(tmp_path, two_ranks, capsys):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     (line,) = json.loads(file.read_text())["lines"]
     assert all(line[mode]["median"] > 0 for mode in ("weights", "times", "digests", "all"))
+
+
+def _calls_by_mode():
+    Platform().enter()
+    found = {}
+    for mode, take in mask._modes("supernet-own").items():
+        with (
+            mock.patch.object(ppe_ddp, "weigh", side_effect=ppe_ddp.weigh) as weigh,
+            mock.patch.object(RankTimes, "note", autospec=True, side_effect=RankTimes.note) as note,
+            mock.patch.object(DriftCheck, "field", autospec=True, side_effect=DriftCheck.field) as field,
+        ):
+            take(2)
+            found[mode] = (weigh.call_count, note.call_count, field.call_count)
+    return found
+
+
+def test_each_mode_of_a_mask_does_what_it_says(two_ranks):
+    expected = {"none": (0, 0, 0), "weights": (2, 0, 0), "times": (0, 2, 0), "digests": (0, 0, 2), "all": (2, 2, 2)}
+    assert two_ranks.run(_calls_by_mode) == [expected] * 2
 
 
 # --- load

@@ -396,9 +396,7 @@ class Failures:
         with suppress(dist.DistError, CommunicationError):
             if self.of_others():
                 return None
-        is_named = error.job_rank is None or "of the job)" in error.reason
-        heard_of = "" if is_named else f" (rank {error.job_rank} of the job)"
-        return AbortedError(error.reason.removeprefix("AbortedError: ") + heard_of)
+        return relayed(error)
 
     def forget(self) -> None:
         """Delete what this rank has reported; called when no rank uses these connections any more."""
@@ -634,6 +632,16 @@ def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
     error.rank, error.step, error.phase = ranks[0], step, "backward"
     error.reason, error.is_in_step = "its backward has raised an error", True
     return error
+
+
+def relayed(error: BaseException) -> AbortedError:
+    """What ranks of another group are told of ``error``: with the rank of the job that has failed, if not this one."""
+    heard = error if isinstance(error, PeerAbortedError) else None
+    told = (heard and heard.reason) or reason_of(error)
+    if "of the job)" not in told:
+        culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
+        told += f" (rank {culprit} of the job)"
+    return AbortedError(told.removeprefix("AbortedError: "))
 
 
 def reason_of(error: BaseException) -> str:

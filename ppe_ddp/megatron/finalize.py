@@ -158,7 +158,10 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
         _end_step(chunks, is_taken=False)
         interrupts = [error for error in errors if not isinstance(error, Exception)]
         lost = [error for error in errors if isinstance(error, CommunicationError)]
-        raise [*interrupts, *lost, errors[-1]][0]  # which are not hidden by what follows from them
+        try:
+            raise [*interrupts, *lost, errors[-1]][0]  # which are not hidden by what follows from them
+        finally:
+            del errors, interrupts, lost  # whose frames hold this one, and the connections
 
 
 def _begin(chunks: Sequence[DistributedDataParallel]) -> None:

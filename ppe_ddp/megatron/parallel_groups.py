@@ -24,11 +24,11 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import flattened_group, kept_with, new_group_named
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.completion import Completion
-from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, reason_of
+from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, relayed
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
-from ppe_ddp.errors import AbortedError, DisagreementError, PeerAbortedError
+from ppe_ddp.errors import DisagreementError, PeerAbortedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -399,12 +399,7 @@ class ModelParallel:
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""
         instead = self._waits_in.fail(error, self._phase) if self._waits_in is not None else None
-        cause = instead or error
-        told = (isinstance(cause, PeerAbortedError) and cause.reason) or reason_of(cause)
-        if "of the job)" not in told:
-            heard_of = cause.job_rank if isinstance(cause, PeerAbortedError) else None
-            told += f" (rank {dist.get_rank() if heard_of is None else heard_of} of the job)"
-        aborted = AbortedError(told.removeprefix("AbortedError: "))
+        aborted = relayed(instead or error)
         for groups in self._distinct:
             if groups.is_closed and not self._has_come:
                 groups.skip_step(aborted)

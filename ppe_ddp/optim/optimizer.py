@@ -264,7 +264,7 @@ class DistributedOptimizer(Optimizer):
                 self._model.copies.note_failed_update()
             parent = self._model.groups.parent
             for other in set(self._everyone) - {self}:
-                # Ranks that have all of this one's parameters may have gone on to the next optimizer.
+                # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
                 has_gone_on = self._overlaps or other._model.groups.parent is not parent
                 if has_gone_on and other._last_step != other._model.groups.step:
                     other._gather.fail(error)

@@ -288,9 +288,9 @@ MUTANTS = [
         ),
         (
             "split: who relays a failure names itself",
-            PARALLEL,
-            "_give_up",
-            "dist.get_rank() if heard_of is None else heard_of",
+            parallel_groups,
+            "relayed",
+            "dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank",
             "dist.get_rank()",
         ),
         ("split: one group alone hears of an update", PARALLEL, "agree", "failed = int(extremes[2])", "pass"),

@@ -15,8 +15,8 @@ from ppe_ddp.engine import groups, peer_processes
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.optim import DistributedOptimizer
 
-from .faults import packing
-from .group import SimulatedWire
+from .faults import Faults, packing
+from .group import Network, SimulatedWire
 from .scheduler import Scheduler, simulated_time
 
 
@@ -161,3 +161,11 @@ def simulated():
         finally:
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             c10d._world = world
+
+
+def run_ranks(program, scheduler, faults, train):
+    """Run one history to its end: ``train(rank)`` is what each rank does."""
+    Network.current, Faults.current = Network(), faults
+    Pages.current = Pages(program.nodes)
+    scheduler.at_death = Network.current.die
+    scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])

@@ -15,7 +15,6 @@ from ppe_ddp.backends.shm import ShmOptions
 
 from . import processes
 from .faults import Change, Fault, Faults, Planned, Where
-from .group import Network
 from .oracle import SCALED_FIRST, SEVERAL, hold
 from .scheduler import Scheduler
 from .split import SplitProgram
@@ -200,10 +199,7 @@ class Run:
         Raises:
             Unsound: It does not do what it should.
         """
-        Network.current, Faults.current = Network(), self.faults
-        processes.Pages.current = processes.Pages(self.program.nodes)
-        self.scheduler.at_death = Network.current.die
-        self.scheduler.run([lambda rank=rank: self._train(rank) for rank in range(self.program.world_size)])
+        processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
         hold(self)
 
     def _train(self, rank):

@@ -9,7 +9,6 @@ Layers send nothing to one another: what is simulated is what the library does b
 
 import dataclasses
 import itertools
-import re
 from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
@@ -33,7 +32,6 @@ from ppe_ddp.optim import clip_grad_norm_
 
 from . import processes
 from .faults import BEHIND_BACKWARD, Fault, Faults, Planned, Where
-from .group import Network
 from .scheduler import Scheduler
 from .store import SimulatedStore
 
@@ -437,10 +435,7 @@ class SplitRun:
         """
         from .split_oracle import SplitOracle
 
-        Network.current, Faults.current = Network(), self.faults
-        processes.Pages.current = processes.Pages(self.program.nodes)
-        self.scheduler.at_death = Network.current.die
-        self.scheduler.run([lambda rank=rank: self._train(rank) for rank in range(self.program.world_size)])
+        processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
         SplitOracle(self).check()
 
     def _train(self, rank):
@@ -497,8 +492,3 @@ class SplitRun:
             except (PeerAbortedError, CommunicationError) as raised:
                 outcome.error = outcome.error or raised.with_traceback(None)
         return outcome
-
-
-def ranks_named(text):
-    """The ranks of the job that an error names."""
-    return {int(number) for number in re.findall(r"\(rank (\d+) of the job\)", text)}

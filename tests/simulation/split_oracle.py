@@ -1,12 +1,14 @@
 """One process that does what the ranks of a split model did, and what such a history is held to."""
 
+import re
+
 import torch
 
 from ppe_ddp import CommunicationError, DisagreementError, NonFiniteGradientError
 
 from .faults import Where
 from .scheduler import Unsound
-from .split import MOST_NORM, RATE, input_of, names_of, part_of, ranks_named, start_of, tokens_of
+from .split import MOST_NORM, RATE, input_of, names_of, part_of, start_of, tokens_of
 
 _TOLERANCE = 1e-4
 _DROPPING = (Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK, Where.PACKING, Where.NAN, Where.FINALIZE, Where.CLIP)
@@ -124,7 +126,7 @@ class SplitOracle:
                 right = {peer for one in culprits for peer in self.program.peers(one, "data")}
             if isinstance(error, NonFiniteGradientError) or rank in culprits:
                 continue
-            named = ranks_named(str(error))
+            named = _ranks_named(str(error))
             if not named:
                 named = {self.program.peers(rank, "data")[error.rank]}
             if not named <= right:
@@ -203,3 +205,8 @@ class SplitOracle:
         steps = {values for (name, _), values in first.items() if not name.startswith("wrapper")}
         if any(is_closed for *_, is_closed in steps):
             raise Unsound(f"groups are closed after steps in which nothing has failed: {first}")
+
+
+def _ranks_named(text):
+    """The ranks of the job that an error names."""
+    return {int(number) for number in re.findall(r"\(rank (\d+) of the job\)", text)}
