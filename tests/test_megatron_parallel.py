@@ -477,7 +477,8 @@ def test_a_step_that_a_tensor_parallel_rank_drops_is_dropped_by_compressors_of_c
         handle = model.module.weight.register_hook(_raise) if is_culprit else None
         model.zero_grad_buffer()
         loss = model(batch).square().sum()
-        with pytest.raises((Boom, PeerAbortedError)) if is_culprit else contextlib.nullcontext():
+        # Who shares a gradient with the culprit may hear of it here already.
+        with pytest.raises((Boom, PeerAbortedError)) if is_culprit else contextlib.suppress(PeerAbortedError):
             loss.backward()
         with pytest.raises(PeerAbortedError) if fails else contextlib.nullcontext():
             finalize_model_grads([model])
