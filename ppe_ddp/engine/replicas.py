@@ -290,7 +290,7 @@ def _digest(tensor: Tensor) -> int:
 
 _STEPS = 100
 """In which all parameters are compared once."""
-_LEAST_BYTES = 1 << 14  # in one step
+_LEAST_BYTES = 1 << 12  # in one step
 _STEP_BYTES = 4
 _CPU = torch.device("cpu")
 _FEW_BYTES = 1 << 12  # of one parameter: more are added up faster as larger integers
