@@ -1,11 +1,14 @@
 """How the ranks of a new group meet in its store."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 
-from ppe_ddp.backends.rank_store import WrittenKeys, await_members
+from ppe_ddp.backends.rank_store import WrittenKeys, await_members, looking
+from ppe_ddp.errors import CommunicationError
 
 
 class CountingStore:
@@ -29,3 +32,21 @@ def test_the_groups_of_one_name_are_numbered_and_soon_found():
         store.checks = 0
         assert await_members(arguments, [0], None, WrittenKeys(store)) == turn
         assert store.checks < 25
+
+
+def test_who_comes_to_a_group_that_another_rank_has_left_is_told_at_once():
+    store = dist.HashStore()
+
+    def make(rank):
+        arguments = SimpleNamespace(store=store, group_rank=rank, group_id="left", timeout=timedelta(seconds=20))
+        return await_members(arguments, [0, 1], None, WrittenKeys(store))
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with looking(interrupt), pytest.raises(KeyboardInterrupt):
+        make(1)
+    with pytest.raises(CommunicationError, match="has failed on rank 1 .KeyboardInterrupt"):
+        make(0)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(make, (0, 1))) == [2, 2]

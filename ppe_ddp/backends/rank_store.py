@@ -16,7 +16,8 @@ import os
 import queue
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import distributed as dist
@@ -27,7 +28,7 @@ from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
     from torch.distributed import ProcessGroup
@@ -298,6 +299,11 @@ class Meeting:
             return None
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
 
+    def is_over(self) -> bool:
+        """Whether it ended for this rank: all have come, or it was refused after this rank had come."""
+        outcome = self.outcome()
+        return outcome is not None and bool(outcome.words or self._store.check([f"{self._name}/{self._rank}"]))
+
     def is_full(self) -> bool:
         """Whether all have come. While they have not, the place of this meeting comes after all that are taken."""
         return self._store.add(self._count, 0) == self._size
@@ -346,6 +352,22 @@ class Meeting:
         return found[0]
 
 
+_look_at_members: ContextVar[Callable[[], None]] = ContextVar("look", default=lambda: None)
+
+
+@contextmanager
+def looking(look: Callable[[], None]) -> Iterator[None]:
+    """While groups are made in here, their waits for members call ``look`` now and then; it raises what ends the wait.
+
+    torch.distributed makes a group, and passes nothing on to its backend that could be called.
+    """
+    token = _look_at_members.set(look)
+    try:
+        yield
+    finally:
+        _look_at_members.reset(token)
+
+
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
     """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
 
@@ -367,9 +389,9 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     def meeting(turn: int) -> Meeting:
         return Meeting(store, f"ppe_ddp/made/{turn}", place, len(ranks))
 
-    turn = first_unused(lambda turn: meeting(turn).outcome() is not None)
+    turn = first_unused(lambda turn: meeting(turn).is_over())
     with_what = f"{options} and PPE_DDP_DEBUG={os.environ.get('PPE_DDP_DEBUG', '')}"
-    outcome = meeting(turn).words(with_what, lambda: None, seconds)
+    outcome = meeting(turn).words(with_what, _look_at_members.get(), seconds)
     group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
     if not outcome.words:
         others, reason = outcome.refusal

@@ -12,6 +12,7 @@ function may send from a thread of its own, and once for the small messages by w
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from ppe_ddp.backends.group_internals import (
     store_of,
     timeout_of,
 )
-from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused
+from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused, looking
 from ppe_ddp.engine.failures import (
     CLIP,
     EQUALLY_OFTEN,
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import Probe
     from ppe_ddp.engine.group_duplicates import Release, User
 
+_NOT_STARTED = "the ranks could not start together"
+_NOT_CONNECTED = "the ranks could not connect again after a failure"
 _MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
 _LONGEST_PAUSE = 0.01  # ... which grow to this
@@ -209,7 +212,7 @@ class Groups:
             return
         self._starts += 1
         # Of no other phase: who has seen all ranks come is a step ahead.
-        self._share(f"start/{self._starts}", "", what_failed="the ranks could not start together", phase=START)
+        self._share(f"start/{self._starts}", "", START)
 
     def renewing(self, progress: HookProgress | None = None) -> Generator[Probe, None, None]:
         """Make new duplicates where the old ones were closed; every rank must do this then, at its next step.
@@ -317,7 +320,7 @@ class Groups:
             raise self.failures.error(failed)
         _, reason, found = outcome.refusal
         if outcome.rank == self.rank:
-            raise lost_error(self.rank, lost, "the ranks could not connect again after a failure")
+            raise lost_error(self.rank, lost, _NOT_CONNECTED)
         if found:
             lost = [LostRank(**one) for one in found]
             raise self.failures.error([Failure(outcome.rank, self.step, "begun", reason, lost=lost)])
@@ -377,13 +380,14 @@ class Groups:
             self._renewals.end()
             raise UnusableError(self._reason)
         self.processes.note_open()
-        self.buckets, self.control = duplicates(
-            self.parent,
-            backends_of(self.parent),
-            self._made_as,
-            shared_memory=self.shared_memory,
-            before_each=lambda name: self._share(f"makes/{name}", ""),  # one that was interrupted says so
-        )
+        with looking(self._look):  # a rank that was interrupted says so
+            self.buckets, self.control = duplicates(
+                self.parent,
+                backends_of(self.parent),
+                self._made_as,
+                shared_memory=self.shared_memory,
+                before_each=lambda name: self._share(f"makes/{name}", ""),
+            )
         self._starts = 0
         while self._outdated:
             self._outdated.pop().forget()  # all have agreed, and look no more at what was reported before
@@ -394,29 +398,21 @@ class Groups:
     def _made_as(self) -> str:
         return f"{self.number}/{self.generation}"
 
-    def _share(
-        self,
-        what: str,
-        word: Any,
-        *,
-        what_failed: str = "the ranks could not connect again after a failure",
-        phase: str = "",
-    ) -> list[Any]:
+    def _share(self, what: str, word: Any, phase: str = "") -> list[Any]:
         """The words of all ranks, by the store; raises what ends the wait where one of them has failed or is gone.
 
         Args:
             what: The name of the words; another one each time in one generation.
             word: This rank's.
-            what_failed: What to say of ranks that are gone.
             phase: The only one in which a failure counts; empty for all.
         """
-
-        def look() -> None:
-            self.failures.check(phase)
-            if lost := self._lost.gone():
-                raise lost_error(self.rank, lost, what_failed)
-
+        look = functools.partial(self._look, phase)
         return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
+
+    def _look(self, phase: str = "") -> None:
+        self.failures.check(phase)
+        if lost := self._lost.gone():
+            raise lost_error(self.rank, lost, _NOT_STARTED if phase == START else _NOT_CONNECTED)
 
     def _begin_attempt(self) -> None:
         """Begin the attempt to connect again that belongs to the step which comes next here.
