@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
-from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
@@ -259,21 +259,40 @@ class DistributedOptimizer(Optimizer):
                 # by what all ranks have, whatever a user has made of this rank's gradients
                 self._send(exists)
         except BaseException as error:
-            peer_error = self._gather.fail(error)
-            if not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
-                self._model.copies.note_failed_update()
-            parent = self._model.groups.parent
-            for other in set(self._everyone) - {self}:
-                # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
-                has_gone_on = self._overlaps or other._model.groups.parent is not parent
-                if has_gone_on and other._last_step != other._model.groups.step:
-                    other._gather.fail(error)
+            peer_error = self._fail(error)
             if peer_error is None:
                 raise
             raise peer_error from error
         finally:
             self._is_stepping, self._last_step = False, self._model.groups.step
         return loss
+
+    def _fail(self, error: BaseException) -> PpeDdpError | None:
+        """Tell the ranks that wait for this one; what to raise instead of ``error``, if another has failed.
+
+        Who has nothing to gather would be told in the next step only, and lose that.
+        """
+        is_awaited = has_told = self._gathers()
+        peer_error = self._gather.fail(error) if is_awaited else None
+        parent = self._model.groups.parent
+        for other in set(self._everyone) - {self}:
+            # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
+            has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
+            is_left_out = has_gone_on and other._last_step != other._model.groups.step
+            if is_left_out and other._gathers():
+                other._gather.fail(error)
+                has_told = True
+        if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
+            self._model.copies.note_failed_update()
+        return peer_error
+
+    def _gathers(self) -> bool:
+        """Whether a step gathers anything: the same on every rank."""
+        try:
+            exists = self._model.assign_gradients()
+        except RuntimeError:  # some are not averaged: nobody knows what it would do
+            return True
+        return self._gather.is_behind or any(exists[master.index] for master in self._masters)
 
     def _send(self, updated: Sequence[bool]) -> None:
         """Give the parameters whose shards were ``updated`` their new values, on all ranks."""
