@@ -313,9 +313,9 @@ MUTANTS = [
         (
             "split: who has heard of a failed update calls it its own",
             DistributedOptimizer,
-            "step",
-            "if not isinstance(peer_error or error, PeerAbortedError):",
-            "if True:",
+            "_fail",
+            "if has_told and not isinstance(peer_error or error, PeerAbortedError):",
+            "if has_told:",
         ),
     ]
 ]
