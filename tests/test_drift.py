@@ -25,7 +25,7 @@ class Steps:
     """Stands for the groups of a wrapper: which step it is."""
 
     def __init__(self):
-        self.step = 0
+        self.step = self.generation = 0
 
 
 def fields_of(module, steps=None):

@@ -698,6 +698,31 @@ def test_an_error_in_finalizing_is_told_where_experts_alone_are_split(what):
 
 
 @on_two_ranks
+def test_an_error_behind_the_last_sum_is_told_in_clipping_where_experts_alone_are_split():
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    optimizers = [
+        DistributedOptimizer(
+            torch.optim.SGD(part.parameters(), 0.1), model.sharded(experts=part is model.module.expert)
+        )
+        for part in (model.module.dense, model.module.expert)
+    ]
+    scale = model.scale_gradients
+    for step in range(4):
+        fails = step == 1 and dist.get_rank() == 1
+        model.scale_gradients = _raise if fails else scale
+        model.zero_grad_buffer()
+        model(torch.ones(2, 4), has_tokens=True).sum().backward()
+        with pytest.raises(Boom if fails else PeerAbortedError) if step == 1 else contextlib.nullcontext():
+            finalize_model_grads([model], torch.ones(1))
+            clip_grad_norm_(optimizers, 1.0)
+        if step != 1:
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+@on_two_ranks
 def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again():
     """Of experts, too: who hears of it in the sum of the tokens, and who has given up, connect the same groups."""
     groups = ParallelGroups(expert=dist.group.WORLD)

@@ -276,6 +276,40 @@ def test_one_error_ends_the_backward_of_one_that_it_has_not_come_to(options, has
         assert_gradients(models[0], mean_gradients(models[0], one_step))
 
 
+class Skipped(nn.Module):
+    """One layer, or nothing but the layer that it shares with another module, if there is one."""
+
+    def __init__(self, shared=None):
+        super().__init__()
+        self.shared, self.layer = shared or nn.Identity(), nn.Linear(4, 4)
+
+    def forward(self, x, *, skips=False):
+        x = self.shared(x * 1.0)
+        return x if skips else self.layer(x)
+
+
+@pytest.mark.parametrize("has_tied", [True, False], ids=["tied", "nothing"])
+@each_variant
+@on_two_ranks
+def test_one_error_ends_the_backward_of_one_of_which_its_graph_uses_no_parameter(options, has_tied):
+    first = seeded(Fused)
+    second = seeded(Skipped, first.layers[0] if has_tied else None)
+    wrappers = wrapped([first, second], **options)
+    rank = dist.get_rank()
+    for turn in range(2):
+        # Backward begins with what was called last.
+        given = data(5, 4).requires_grad_()
+        outputs = [wrappers[1](given, skips=rank == turn), wrappers[0](given, place=4 if rank == turn else None)]
+        with pytest.raises(Broken if rank == turn else PeerAbortedError):
+            sum(output.pow(2).sum() for output in outputs).backward()
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        for module, wrapper in zip((first, second), wrappers, strict=True):
+            one_step(wrapper, rank)
+            assert_gradients(module, mean_gradients(module, one_step))
+            wrapper.zero_grad()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @on_two_ranks
 def test_megatron_wrappers(overlap):

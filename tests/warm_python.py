@@ -59,9 +59,13 @@ def serve(name):
 def _import_what_takes_long():
     import gc
 
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.modules["triton"] = None  # it complains, at the end of a process, of what gc.freeze() has kept
     import torch._dynamo
     import torch.distributed.checkpoint
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.run
 
     import ppe_ddp.testing  # noqa: F401
 

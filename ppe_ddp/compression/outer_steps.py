@@ -54,9 +54,17 @@ class OuterSteps:
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every}: an outer step follows at least one inner step")
+        if not hasattr(ddp, "train_apart"):
+            raise TypeError(
+                f"{type(self).__name__} averages the parameters of a ppe_ddp.DistributedDataParallel, not of a "
+                f"{type(ddp).__module__}.{type(ddp).__qualname__}"
+            )
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if updated.isdisjoint(ddp.module.parameters()):
-            raise ValueError("the optimizer has no parameter of the model: construct it on model.parameters()")
+            raise ValueError(
+                "the optimizer has no parameter of the model: construct it on model.parameters(), and not by "
+                "DistributedOptimizer, which has shards of them"
+            )
         self._ddp = ddp
         self._every = every
         self._lr = lr

@@ -267,6 +267,15 @@ class Synchronizer(ABC):
     def nbytes(self) -> int:
         """Bytes of gradient memory held beside the gradients."""
 
+    def finish_gathers(self) -> None:
+        """Wait for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere.
+
+        Of several groups a rank that has failed connects those again that it has closed, before it sends in the others.
+        """
+        for groups in self.groups if self.groups[1:] else ():
+            for gather in list(groups.gathers):
+                gather.finish()
+
     @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,7 +41,6 @@ from ppe_ddp.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
@@ -431,6 +431,7 @@ logger = logging.getLogger("ppe_ddp")
 
 _STATUS_BITS = 2
 _MODULUS = 1 << (8 - _STATUS_BITS)
+_MOST_OUTPUTS = 64  # that are looked at
 
 
 class ForwardCounter:
@@ -441,6 +442,8 @@ class ForwardCounter:
         self._recent = 0
         self._count = 0
         self._excused = 0
+        self._outputs: deque[weakref.ref[Tensor]] = deque(maxlen=_MOST_OUTPUTS)
+        self._is_executed = node_is_executed()
 
     def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
         """Call ``on_backward`` when a backward reaches any of ``outputs``, those of one forward.
@@ -459,6 +462,12 @@ class ForwardCounter:
                     is_repeated = not counts or is_in_backward()
                     hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
                 register_first_hook(output, hook)  # one of the model's own may raise
+                self._outputs.append(weakref.ref(output))
+
+    def will_be_reached(self) -> bool:
+        """Whether the running backward is going to reach an output of the last forwards that is still referred to."""
+        nodes = (output.grad_fn for reference in self._outputs if (output := reference()) is not None)
+        return any(node is not None and self._is_executed(node) for node in nodes)
 
     def count_dropped(self, *, excuses: bool) -> int:
         """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,8 @@ class Groups:
         self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
         self.is_renewing = False
         """Whether this rank has come to make them anew, and not ended that."""
+        self.gathers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The ``ParameterGather`` of each optimizer that may have parameters in flight here."""
         self._outdated: list[Failures] = []  # of the attempts since the last that has succeeded
         self._reason = ""  # why they are unusable
         self._starts = 0

@@ -198,9 +198,13 @@ class Reducer(Generic[C]):
         return [one for reference in cls._all.valuerefs() if (one := reference()) is not None]
 
     def _is_reached(self) -> bool:
-        """Whether the backward that runs on this thread will reach a parameter that no other wrapper has."""
+        """Whether the backward that runs on this thread will reach this wrapper.
+
+        It shows in a parameter that no other wrapper has, or in an output: a graph may use none of the parameters.
+        """
         parameters = self._parameters
-        return bool(parameters) and self.shared.has_alone([parameters[i] for i in self._arrivals.reached()])
+        has_alone = bool(parameters) and self.shared.has_alone([parameters[i] for i in self._arrivals.reached()])
+        return has_alone or self._forwards.will_be_reached()
 
     @staticmethod
     @uncompiled_hook
@@ -312,6 +316,7 @@ class Reducer(Generic[C]):
         backward = Backward(self._names, turn=self._turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
+        self.synchronizer.finish_gathers()
         is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
@@ -409,6 +414,7 @@ class Reducer(Generic[C]):
             self._count_arrived(backward)
 
     def _start_negotiation(self, backward: Backward) -> Steps:
+        self.synchronizer.finish_gathers()
         if self.synchronizer.is_closed:
             yield from self.synchronizer.renewing()
         self.synchronizer.start_negotiation(backward)

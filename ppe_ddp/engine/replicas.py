@@ -313,7 +313,7 @@ class DriftCheck:
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
         self._known: dict[int, list[tuple[int, int, int]]] = {}
-        self._step = 0
+        self._step, self._generation = 0, groups.generation
         self._sums: list[Tensor] = []
         self._sent: list[int] | None = None
         self._equal = 0  # how many comparisons have found nothing since one did
@@ -330,8 +330,11 @@ class DriftCheck:
         self._sent = sums if takes_part else None
         digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_STEP_BYTES, "big")) + with_complement(digest)
-        self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if takes_part else 0
-        pieces = self._pieces(self._step) if takes_part else []
+        generation, self._generation = self._generation, self._groups.generation
+        # A distributed optimizer's step that has failed leaves parts of parameters behind, until the next one.
+        looks = takes_part and generation == self._generation
+        self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if looks else 0
+        pieces = self._pieces(self._step) if looks else []
         # On GPUs these are only launched: they are read in the next step.
         self._sums = [_sum(self._parameters[i], self._specs[i], start, stop) for i, start, stop in pieces]
         return field if takes_part else bytes(len(field))

@@ -196,13 +196,13 @@ class CopiesOfParameters(Copies):
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
-        """See :meth:`Copies.agreeing`; over data-, tensor- and pipeline-parallel ranks."""
-        with self._parallel.step(CLIP) if self.is_split else super().agreeing():
+        """See :meth:`Copies.agreeing`; over data-, tensor- and pipeline-parallel ranks, as finalizing was."""
+        with self._parallel.step(CLIP) if self._parallel.tells_all else super().agreeing():
             yield
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """See :meth:`Copies.all_reduce`."""
-        if not self.is_split:
+        if not self._parallel.tells_all:
             super().all_reduce(tensor, op)
             return
         self._parallel.renew()

@@ -280,7 +280,7 @@ class DistributedOptimizer(Optimizer):
             has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
             is_left_out = has_gone_on and other._last_step != other._model.groups.step
             if is_left_out and other._gathers():
-                other._gather.fail(error)
+                other._gather.fail(peer_error or error)
                 has_told = True
         if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
             self._model.copies.note_failed_update()

@@ -125,20 +125,22 @@ class Faults:
         self.fired = {}
         self.steps = [-1] * world_size
 
-    def due(self, where):
-        """The fault that this rank has now, here; None if there is none."""
+    def due(self, where, is_meant=bool):
+        """The fault that this rank has now, here; None if there is none, or ``is_meant`` is not true of it."""
         scheduler = Scheduler.current
         rank = scheduler.task.rank
         for fault in self._planned:
             if (fault.rank, fault.step, fault.where) == (rank, self.steps[rank], where) and fault not in self.fired:
+                if not is_meant(fault):
+                    continue
                 self.fired[fault] = scheduler.now
                 scheduler.note("fault", where.name)
                 return fault
         return None
 
-    def at(self, where):
+    def at(self, where, is_meant=bool):
         """Raise what this rank has to raise here."""
-        if self.due(where) is not None:
+        if self.due(where, is_meant) is not None:
             self.end_step()  # who tells of one error is not interrupted as well
             raise MemoryError("planned") if where is Where.PACKING else Planned(where)
 

@@ -1,6 +1,7 @@
 """Programs that have failed once, each in several orders of events."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -25,7 +26,8 @@ def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STE
 
 def _split(seed, shape, fault, *, chunks=1, **options):
     names = ("overlap", "is_sharded", "gathers_late", "clips", "counts_tokens", "looks_for_nan", "has_small_buckets")
-    size = shape[0] * shape[1] * shape[2]
+    shape = (*shape, 1, 1)[:4]
+    size = math.prod(shape)
     return SplitProgram(seed, shape, chunks, {**dict.fromkeys(names, False), **options}, 3, ("here",) * size, (fault,))
 
 

@@ -4,11 +4,14 @@
 data 0      rank 0 ── rank 1         rank 2 ── rank 3          ── one tensor-parallel group
 data 1      rank 4 ── rank 5         rank 6 ── rank 7          of two: 2 x 2 x 2, of which most programs have two
 
+Where there are experts, ranks with other experts are data-parallel ones to all else.
+
 Layers send nothing to one another: what is simulated is what the library does behind a backward.
 """
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
@@ -37,8 +40,10 @@ from .store import SimulatedStore
 
 RATE = 0.05
 MOST_NORM = 0.7
+DATA = ("data", "expert")
 _WIDTH = 3
-_SHAPES = [(2, 2, 1)] * 6 + [(2, 1, 2)] * 3 + [(1, 2, 1), (1, 2, 2), (1, 1, 2), (2, 2, 2)]
+_SHAPES = [(2, 2, 1, 1)] * 6 + [(2, 1, 2, 1)] * 3 + [(1, 2, 1, 1), (1, 2, 2, 1), (1, 1, 2, 1), (2, 2, 2, 1)]
+_SHAPES += [(2, 1, 1, 2)] * 6 + [(1, 1, 1, 2), (2, 2, 1, 2), (1, 2, 1, 2)]
 _TIMEOUT = timedelta(seconds=300)
 _PLACES = (Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK, Where.PACKING, Where.SLOW, *BEHIND_BACKWARD)
 _CLEAN = 2  # steps at the end in which nothing happens
@@ -47,9 +52,10 @@ _PAUSES = 0.2
 
 @dataclass(frozen=True)
 class Place:
-    """The coordinates of a rank, as those of a mesh: data, pipeline, tensor."""
+    """The coordinates of a rank, as those of a mesh: data, expert, pipeline, tensor."""
 
     data: int
+    expert: int
     stage: int
     tensor: int
 
@@ -60,7 +66,7 @@ class SplitProgram:
 
     Attributes:
         seed: Decides everything, also the order of events.
-        shape: The number of data-parallel replicas, of tensor-parallel ranks, and of pipeline stages.
+        shape: The number of data-parallel replicas, of tensor-parallel ranks, of pipeline stages, and of experts.
         chunks: How many wrappers each rank has.
         options: ``overlap`` of gradients, ``is_sharded`` for a distributed optimizer, ``gathers_late`` for its overlap,
             ``clips``, ``counts_tokens`` to divide by them, ``looks_for_nan``, ``has_small_buckets``.
@@ -70,7 +76,7 @@ class SplitProgram:
     """
 
     seed: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, int, int, int]
     chunks: int
     options: dict[str, bool]
     steps: int
@@ -91,7 +97,7 @@ class SplitProgram:
             "looks_for_nan": draw.random() < 0.2,
             "has_small_buckets": draw.random() < 0.6,
         }
-        steps, size = draw.choice([1, 2, 3]), shape[0] * shape[1] * shape[2]
+        steps, size = draw.choice([1, 2, 3]), math.prod(shape)
         dies = draw.random() < 0.1
         kinds = [*_PLACES, *[Where.NAN] * 3 * options["looks_for_nan"]]
         if dies:  # a slow rank would be taken for another dead one
@@ -116,8 +122,8 @@ class SplitProgram:
     @property
     def places(self):
         """By rank, where it is."""
-        data, tensor, stages = self.shape
-        return [Place(*one) for one in itertools.product(range(data), range(stages), range(tensor))]
+        data, tensor, stages, experts = self.shape
+        return [Place(*one) for one in itertools.product(*map(range, (data, experts, stages, tensor)))]
 
     def ranks(self, *names):
         """The groups of ranks that differ in these coordinates alone."""
@@ -126,9 +132,9 @@ class SplitProgram:
             groups.setdefault(dataclasses.replace(place, **dict.fromkeys(names, 0)), []).append(rank)
         return list(groups.values())
 
-    def peers(self, rank, name):
-        """The ranks of the group along one coordinate that ``rank`` is in."""
-        return next(ranks for ranks in self.ranks(name) if rank in ranks)
+    def peers(self, rank, *names):
+        """The ranks of the group along these coordinates that ``rank`` is in: along those of data, if none is named."""
+        return next(ranks for ranks in self.ranks(*(names or DATA)) if rank in ranks)
 
     def new_run(self):
         """A run of it."""
@@ -136,8 +142,9 @@ class SplitProgram:
 
     def told(self):
         """The program in words, a line each."""
-        data, tensor, stages = self.shape
-        yield f"{data} replicas of {stages} stages with {tensor} tensor-parallel ranks, on nodes: {self.nodes}"
+        data, tensor, stages, experts = self.shape
+        yield f"{data} replicas of {experts} experts, {stages} stages with {tensor} tensor-parallel ranks"
+        yield f"on nodes: {self.nodes}"
         yield f"{self.chunks} chunks a rank, {self.steps} steps; options {self.options}"
         for fault in self.faults:
             yield f"  fault: {fault.where.name} on rank {fault.rank} in step {fault.step} ({fault.number})"
@@ -152,7 +159,7 @@ class SplitProgram:
             yield change(self, faults=(*self.faults[:k], *self.faults[k + 1 :]))
         if self.chunks > 1:
             yield change(self, chunks=1)
-        for k in range(3) if self.world_size > 2 else ():
+        for k in range(4) if self.world_size > 2 else ():
             if self.shape[k] > 1:
                 shape = (*self.shape[:k], 1, *self.shape[k + 1 :])
                 count = self.world_size // 2
@@ -172,7 +179,9 @@ class SplitProgram:
 def names_of(program, place, chunk):
     """The names of the parameters of one chunk of a rank."""
     names = ["split", "norm", "averaged", "plain"]
-    stages = program.shape[2]
+    _, _, stages, experts = program.shape
+    if experts > 1:
+        names.append("expert")
     if stages > 1:
         names.append("every_stage")
         is_first = place.stage == 0 and chunk == 0
@@ -185,7 +194,8 @@ def part_of(place, chunk, name):
     """Of which part of the model this is: ranks for which it is the same have copies of one parameter."""
     if name in ("every_stage", "word"):
         return (name,)
-    return (name, place.stage, chunk, place.tensor if name == "split" else 0)
+    tensor = 0 if is_same_on_tensor_ranks(name) or name in ("norm", "averaged") else place.tensor
+    return (name, place.stage, chunk, tensor, place.expert if name == "expert" else 0)
 
 
 def is_same_on_tensor_ranks(name):
@@ -202,15 +212,15 @@ def start_of(part):
 def input_of(program, number, place, chunk, name):
     """What a parameter is multiplied by in a step; None where this rank does not use it."""
     seen = place.tensor if not is_same_on_tensor_ranks(name) else 0
-    draw = Random(f"input {program.seed} {number} {place.data} {place.stage} {seen} {chunk} {name}")
-    if draw.random() < 0.25:
+    draw = Random(f"input {program.seed} {number} {place.data} {place.expert} {place.stage} {seen} {chunk} {name}")
+    if draw.random() < (0.6 if name == "expert" else 0.25):
         return None
     return torch.randn(_WIDTH, generator=torch.Generator().manual_seed(draw.getrandbits(60)))
 
 
 def tokens_of(program, number, place):
     """How many tokens a replica has had."""
-    return 1 + (program.seed + 3 * number + 2 * place.data) % 5
+    return 1 + (program.seed + 3 * number + 2 * place.data + place.expert) % 5
 
 
 class Part(nn.Module):
@@ -223,7 +233,8 @@ class Part(nn.Module):
         self.has_word = "word" in names_of(program, place, chunk)
         for name in names_of(program, place, chunk):
             parameter = nn.Parameter(start_of(part_of(place, chunk, name)))
-            parameter.tensor_model_parallel = name == "split"
+            parameter.tensor_model_parallel = name in ("split", "expert")
+            parameter.allreduce = name != "expert"
             if name == "norm":
                 parameter.sequence_parallel = True
             elif name == "averaged":
@@ -273,9 +284,7 @@ class RankOfModel:
         self.computed, self.is_poisoned = set(), False
         self.optimizers = []
         for part in self.chunks if options["is_sharded"] else ():
-            inner = torch.optim.SGD(part.module.parameters(), RATE)
-            inner.register_step_pre_hook(lambda *_: Faults.current.at(Where.UPDATE))
-            self.optimizers.append(DistributedOptimizer(inner, part, overlap=options["gathers_late"]))
+            self._add_optimizers(part)
         for parameter in self.trained:
             parameter.register_hook(_pause)
         self._fail_in(self.chunks[0], "scale_gradients", Where.LATE)
@@ -283,11 +292,26 @@ class RankOfModel:
             self._fail_in(self.optimizers[0], "_gradients", Where.CLIP)
         self.norm = None
 
+    def _add_optimizers(self, part):
+        """One for the parameters of a chunk, and one for its experts, if there are any."""
+        experts = [part.module.expert] if self.program.shape[3] > 1 else []
+        others = [one for name, one in part.module.named_parameters() if name != "expert"]
+        for parameters in filter(None, (others, experts)):
+            inner, number = torch.optim.SGD(parameters, RATE), len(self.optimizers)
+            inner.register_step_pre_hook(lambda *_, number=number: self._fail_in_update(number))
+            sharded = part.sharded(experts=parameters is experts) if experts else part
+            self.optimizers.append(DistributedOptimizer(inner, sharded, overlap=self.program.options["gathers_late"]))
+
+    def _fail_in_update(self, number):
+        Faults.current.at(Where.UPDATE, lambda fault: fault.number % len(self.optimizers) == number)
+
     def _groups(self):
         """This rank's of all groups, which all ranks make together."""
         options, found = ShmOptions(shared_memory=False), {}
-        for name, field in (("data", "data"), ("tensor", "tensor"), ("stage", "pipeline"), ("stage", "embedding")):
-            for ranks in self.program.ranks(name):
+        kinds = [(DATA, "data"), (["tensor"], "tensor"), (["stage"], "pipeline"), (["stage"], "embedding")]
+        kinds += [(["data"], "expert")] * (self.program.shape[3] > 1)
+        for names, field in kinds:
+            for ranks in self.program.ranks(*names):
                 group = dist.new_group(ranks, _TIMEOUT, pg_options=options)
                 if self.rank in ranks:
                     found[field] = group
@@ -370,7 +394,8 @@ class RankOfModel:
         found = {}
         parallel = self.chunks[0].gradient_buffers.model_parallel
         shared = [(name, parallel.group(name)) for name in ("tensor", "pipeline", "embedding", "data")]
-        shared += [(f"wrapper {k}", part.gradient_buffers.groups[0]) for k, part in enumerate(self.chunks)]
+        for k, part in enumerate(self.chunks):
+            shared += [(f"wrapper {k}, {kind}", groups) for kind, groups in enumerate(part.gradient_buffers.groups)]
         for name, groups in shared:
             if groups is not None:
                 ranks = tuple(dist.get_process_group_ranks(groups.parent))

@@ -33,22 +33,22 @@ class WholeModel:
     def gradients(self, number):
         """By part, what every rank that has it must have of it in a step."""
         program = self.program
-        data, tensor, _ = program.shape
+        data, tensor, _, experts = program.shape
         totals = {}
         for part, owners in self._owners.items():
             total = torch.zeros_like(self.values[part])
             for place, chunk, name in owners:
                 # Summed over the ranks that see different inputs; of the others, the first tensor-parallel rank's.
-                if place.tensor == 0 or name in ("split", "norm", "averaged"):
+                if place.tensor == 0 or name in ("split", "norm", "averaged", "expert"):
                     given = input_of(program, number, place, chunk, name)
                     if given is not None:
                         total += 2 * self.values[part] * given.square()
             totals[part] = total / tensor if part[0] == "averaged" else total
         if program.options["counts_tokens"]:
-            replicas = {place.data: tokens_of(program, number, place) for place in program.places}
+            replicas = {(place.data, place.expert): tokens_of(program, number, place) for place in program.places}
             divisor = sum(replicas.values())
         else:
-            divisor = data
+            divisor = data * experts
         return {part: total / divisor for part, total in totals.items()}
 
     def clip(self, gradients):
@@ -70,7 +70,9 @@ class SplitOracle:
         self.run, self.program = run, run.program
         self.model = WholeModel(self.program)
         self.untold = set()  # ranks whose optimizer's step has failed, of which not all ranks have been told
+        self.is_told_perhaps = False
         self.is_torn = False
+        self.are_copies_equal = True  # although the step was torn
 
     def check(self):
         """Compare, step by step."""
@@ -89,17 +91,17 @@ class SplitOracle:
         dropping = {fault.rank for fault in fired if fault.where in _DROPPING}
         dropping |= {rank for rank in range(len(outcomes)) if self._poisons(rank, number)}
         late = {fault.rank for fault in fired if fault.where is Where.LATE}
-        updating = {fault.rank for fault in fired if fault.where is Where.UPDATE}
+        updates = [fault for fault in fired if fault.where is Where.UPDATE]
         place = f"step {number}"
         if dropping or (late and self.program.options["clips"] and self.program.options["is_sharded"]):
             self._check_all_failed(place, errors, dropping | late)
-        elif self.untold:
+        elif self.untold and (errors or not self.is_told_perhaps):
             self._check_told(place, errors)
         elif late:
             self._check_named(place, errors, late)
-            self.is_torn = True
-        elif updating:
-            self._check_update_failed(place, errors, updating)
+            self.is_torn, self.are_copies_equal = True, False
+        elif updates and not self._check_update_failed(place, errors, updates):
+            pass
         else:
             self._check_good(place, number, outcomes, errors)
         self._check_values(place, outcomes)
@@ -123,12 +125,12 @@ class SplitOracle:
                 raise Unsound(f"{here}: nobody's update has failed, and this is {error}")
             right = culprits
             if self.program.options["looks_for_nan"]:  # which all data-parallel ranks have found
-                right = {peer for one in culprits for peer in self.program.peers(one, "data")}
+                right = {peer for one in culprits for peer in self.program.peers(one)}
             if isinstance(error, NonFiniteGradientError) or rank in culprits:
                 continue
             named = _ranks_named(str(error))
             if not named:
-                named = {self.program.peers(rank, "data")[error.rank]}
+                named = {self.program.peers(rank)[error.rank] if error.job_rank is None else error.job_rank}
             if not named <= right:
                 raise Unsound(f"{here}: names {named}, where {culprits} have failed: {error}")
 
@@ -141,19 +143,52 @@ class SplitOracle:
                 raise Unsound(f"rank {rank}, {place}: {self.untold} have failed to update, and this is {error!r}")
         self.untold.clear()
         self.model.load_checkpoint()
-        self.is_torn = False
+        self.is_torn, self.are_copies_equal = False, True
 
-    def _check_update_failed(self, place, errors, updating):
-        peers = {peer for rank in updating for peer in self.program.peers(rank, "data")}
+    def _check_update_failed(self, place, errors, updates):
+        """Whether the step is good nevertheless, as there was nothing left to gather, and nobody waited."""
+        updating = {fault.rank for fault in updates}
+        peers = {peer for rank in updating for peer in self.program.peers(rank)}
         if not updating <= errors.keys() <= peers:
             raise Unsound(f"{place}: {updating} have failed to update, and {set(errors)} have errors: {errors}")
         self._check_named(place, errors, updating)
-        self.untold |= updating
-        self.is_torn = True
+        waits = {self._waits(fault) for fault in updates}
+        if waits == {False}:
+            if errors.keys() != updating:
+                raise Unsound(f"{place}: nobody has waited for {updating}, and these have errors: {errors}")
+            errors.clear()
+            return True
+        self.is_told_perhaps = True not in waits
+        _, tensor, stages, _ = self.program.shape
+        if tensor * stages > 1:  # else all that wait have been told, and the next step gathers the rest
+            self.untold |= updating
+        self.is_torn, self.are_copies_equal = True, False
+        return False
+
+    def _waits(self, fault):
+        """Whether ranks wait for the optimizers from that on which has failed; None where it cannot be known."""
+        program = self.program
+        has_experts = program.shape[3] > 1
+        optimizers = [(chunk, of) for chunk in range(program.chunks) for of in (False, True)[: 1 + has_experts]]
+        found = set()
+        for chunk, is_expert in optimizers[fault.number % len(optimizers) :]:
+            group = program.peers(fault.rank, "data") if is_expert else range(program.world_size)
+            found.add(
+                any(
+                    input_of(program, fault.step, program.places[rank], chunk, name) is not None
+                    for rank in group
+                    for name in names_of(program, program.places[rank], chunk)
+                    if (name == "expert") == is_expert
+                )
+            )
+        # After a failure the next step gathers everything.
+        return True in found or (None if any(one.step < fault.step for one in self.run.faults.fired) else False)
 
     def _check_good(self, place, number, outcomes, errors):
         if errors:
             raise Unsound(f"{place}: nobody has failed, and there are errors: {errors}")
+        self.untold.clear()
+        self.are_copies_equal |= self.program.options["is_sharded"]
         if self.is_torn:
             return
         gradients = self.model.gradients(number)
@@ -162,19 +197,20 @@ class SplitOracle:
         if self.program.options["clips"] and self.program.options["is_sharded"]:
             gradients, norm = self.model.clip(gradients)
             for rank, one in enumerate(outcomes):
-                if not torch.allclose(one.norm, norm, rtol=_TOLERANCE):
+                if one.norm is not None and not torch.allclose(one.norm, norm, rtol=_TOLERANCE):
                     raise Unsound(f"rank {rank}, {place}: the norm is {one.norm}, and should be {norm}")
         self.model.update(gradients)
 
     def _check_values(self, place, outcomes):
         """Parameters are those of one process, and copies are equal to the bit."""
-        if self.is_torn:
+        if not self.are_copies_equal:
             return
         first = {}
         for rank, one in enumerate(outcomes):
             if one.values is None:
                 continue
-            self._compare(f"rank {rank}, {place}, parameters", rank, one.values, self.model.values)
+            if not self.is_torn:
+                self._compare(f"rank {rank}, {place}, parameters", rank, one.values, self.model.values)
             for (chunk, name), got in one.values.items():
                 part = part_of(self.program.places[rank], chunk, name)
                 if not torch.equal(got, first.setdefault(part, got)):

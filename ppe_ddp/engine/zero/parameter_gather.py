@@ -126,6 +126,8 @@ class ParameterGather:
 
     def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
         self._models = models
+        for model in models:
+            model.groups.gathers.add(self)
         self._on_installed = on_installed
         self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._members = {
