@@ -66,6 +66,12 @@ def found(orders=5):
             _split(seed, (1, 1, 2), Fault(0, 0, Where.LATE, 0), is_sharded=True, clips=True, counts_tokens=True),
             # Two chunks found NaN, and each waited for the names in another order.
             _split(seed, (2, 2, 1), Fault(2, 0, Where.NAN, 0), chunks=2, looks_for_nan=True),
+            # An expert's optimizer failed where no rank had a token: its ranks waited for one another in the next step.
+            _split(seed, (2, 1, 1, 2), Fault(3, 1, Where.UPDATE, 1), is_sharded=True),
+            # Who used no expert in the next step had not been told of that in one whose parameters were in flight.
+            _split(seed, (2, 1, 1, 2), Fault(2, 1, Where.UPDATE, 1), is_sharded=True, gathers_late=True),
+            # Experts were clipped apart from finalizing: who failed there was waited for.
+            _split(seed, (2, 1, 1, 2), Fault(1, 0, Where.LATE, 0), is_sharded=True, clips=True, counts_tokens=True),
             # Where an optimizer's step had failed, a rank was told that another one had raised in the next step.
             _split(seed, (2, 2, 1), Fault(0, 0, Where.UPDATE, 0), is_sharded=True),
         ]

@@ -15,7 +15,7 @@ from unittest import mock
 from ppe_ddp import joining
 from ppe_ddp.backends import rank_store
 from ppe_ddp.compression import comm_state
-from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
+from ppe_ddp.engine import backward, bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -309,6 +309,15 @@ MUTANTS = [
         ("split: nobody waits for gathers", SHARDED, "gather", "groups.note(Activity.GATHER)", "pass"),
         ("split: a lost rank is hidden", finalize, "_finish", "[*interrupts, *lost, errors[-1]][0]", "errors[-1]"),
         ("split: copies count twice in a norm", COPIES, "counts", "return rank == 0 or", "return True or"),
+        (
+            "split: nothing to gather is awaited",
+            DistributedOptimizer,
+            "_fail",
+            "has_told = self._gathers()",
+            "has_told = True",
+        ),
+        ("split: gathers stay in flight", backward.Synchronizer, "finish_gathers", "self.groups[1:]", "()"),
+        ("split: experts are clipped apart", COPIES, "agreeing", "self._parallel.tells_all", "self.is_split"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
         (
             "split: who has heard of a failed update calls it its own",
