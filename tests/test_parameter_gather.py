@@ -23,7 +23,9 @@ class Late(ShardedModel):
     """Parameters of zeros, which become ones when their unit is waited for, and not before."""
 
     failures = SimpleNamespace(wait=lambda pending, _device: pending.wait())
-    groups = SimpleNamespace(generation=0, is_closed=False, failures=failures, fail=lambda error, phase: None)
+    groups = SimpleNamespace(
+        generation=0, is_closed=False, failures=failures, fail=lambda error, phase: None, gathers=set()
+    )
     group = None
 
     def __init__(self, *units):

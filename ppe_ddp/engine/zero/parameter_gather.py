@@ -126,8 +126,6 @@ class ParameterGather:
 
     def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
         self._models = models
-        for model in models:
-            model.groups.gathers.add(self)
         self._on_installed = on_installed
         self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._members = {
@@ -141,6 +139,8 @@ class ParameterGather:
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
+        for model in models:
+            model.groups.gathers.add(self)
 
     def __del__(self) -> None:
         for handle in self._handles:
