@@ -731,14 +731,12 @@ def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again
     for step in range(6):
         fails = step % 2 == 1
         model.zero_grad_buffer()
-        model(torch.ones(2, 4), has_tokens=True).sum().backward()
+        with contextlib.suppress(*[PeerAbortedError] * fails):  # who is late hears of it in backward
+            model(torch.ones(2, 4), has_tokens=True).sum().backward()
         if fails and dist.get_rank() == 1:
             model.abort_grad_sync("by hand")
-        try:
+        with pytest.raises(PeerAbortedError) if fails else contextlib.nullcontext():
             finalize_model_grads([model], torch.tensor([4.0]))
-            assert not fails
-        except PeerAbortedError:
-            assert fails
 
 
 @on_four_ranks

@@ -278,11 +278,14 @@ class BufferSynchronizer(Synchronizer):
             self._failure = type(told)(*told.args)
             vars(self._failure).update(vars(told))  # which ranks, and what is known of them
         else:
-            self._failure = PeerAbortedError(
-                f"rank {self.groups[0].rank}: this step has failed here already, as this rank's own backward or its "
-                f"part in the communication raised {reason_of(told)}. Its gradients are not averages: call "
-                "zero_grad_buffer() and go on with the next step"
-            )
+            self._failure = self._failed_here(f"raised {reason_of(told)}")
+
+    def _failed_here(self, how: str) -> PeerAbortedError:
+        return PeerAbortedError(
+            f"rank {self.groups[0].rank}: this step has failed here already, as this rank's own backward or its part "
+            f"in the communication {how}. Its gradients are not averages: call zero_grad_buffer() and go on with the "
+            "next step"
+        )
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
         """End the communication for all ranks at once, also where only results are still waited for."""
@@ -384,6 +387,8 @@ class BufferSynchronizer(Synchronizer):
             if any(aborted) and not aborted_here:
                 self._error = error = aborted_error(groups.rank, groups.step, aborted)
                 error.job_rank = None if error.rank is None else groups.job_rank_of(error.rank)
+            elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, also if no other rank tells of it
+                self._error = self._failed_here("was given up")
 
     @property
     def has_failed(self) -> bool:

@@ -250,6 +250,7 @@ class DistributedOptimizer(Optimizer):
                 loss = closure()
         self._gather.finish()
         exists = self._model.assign_gradients()
+        is_awaited = self._gathers(exists)
         self._end_inf_checks()
         self._masters.refresh()
         self._is_stepping = True
@@ -259,7 +260,7 @@ class DistributedOptimizer(Optimizer):
                 # by what all ranks have, whatever a user has made of this rank's gradients
                 self._send(exists)
         except BaseException as error:
-            peer_error = self._fail(error)
+            peer_error = self._fail(error, is_awaited=is_awaited)
             if peer_error is None:
                 raise
             raise peer_error from error
@@ -267,31 +268,33 @@ class DistributedOptimizer(Optimizer):
             self._is_stepping, self._last_step = False, self._model.groups.step
         return loss
 
-    def _fail(self, error: BaseException) -> PpeDdpError | None:
+    def _fail(self, error: BaseException, *, is_awaited: bool) -> PpeDdpError | None:
         """Tell the ranks that wait for this one; what to raise instead of ``error``, if another has failed.
 
         Who has nothing to gather would be told in the next step only, and lose that.
         """
-        is_awaited = has_told = self._gathers()
         peer_error = self._gather.fail(error) if is_awaited else None
-        parent = self._model.groups.parent
+        parent, has_told = self._model.groups.parent, is_awaited
         for other in set(self._everyone) - {self}:
             # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
             has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
             is_left_out = has_gone_on and other._last_step != other._model.groups.step
-            if is_left_out and other._gathers():
+            if is_left_out and other._may_gather():
                 other._gather.fail(peer_error or error)
                 has_told = True
         if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
             self._model.copies.note_failed_update()
         return peer_error
 
-    def _gathers(self) -> bool:
-        """Whether a step gathers anything: the same on every rank."""
+    def _may_gather(self) -> bool:
+        """Whether a step that comes now may gather anything: the same on every rank."""
         try:
-            exists = self._model.assign_gradients()
+            return self._gathers(self._model.assign_gradients())
         except RuntimeError:  # some are not averaged: nobody knows what it would do
             return True
+
+    def _gathers(self, exists: Sequence[bool]) -> bool:
+        """Whether a step with these gradients gathers anything: the same on every rank."""
         return self._gather.is_behind or any(exists[master.index] for master in self._masters)
 
     def _send(self, updated: Sequence[bool]) -> None:

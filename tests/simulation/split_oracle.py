@@ -107,7 +107,13 @@ class SplitOracle:
         self._check_values(place, outcomes)
 
     def _poisons(self, rank, number):
-        return self.program.options["looks_for_nan"] and self.run.faults.poisons(rank, number)
+        program, place = self.program, self.program.places[rank]
+        uses = (
+            input_of(program, number, place, chunk, name) is not None
+            for chunk in range(program.chunks)
+            for name in names_of(program, place, chunk)
+        )
+        return program.options["looks_for_nan"] and self.run.faults.poisons(rank, number) and any(uses)
 
     def _check_all_failed(self, place, errors, culprits):
         missing = set(range(self.program.world_size)) - errors.keys()
