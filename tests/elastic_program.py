@@ -33,7 +33,7 @@ import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.compression import ErrorFeedback, PowerSGD
-from ppe_ddp.elastic.training import ElasticTraining
+from ppe_ddp.elastic.training import ElasticTraining, _QuorumStore
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
 FORK = multiprocessing.get_context("fork")
@@ -50,6 +50,7 @@ PHASES = {
     "optimizer": (torch.optim.SGD, "step"),
     "meet": (elastic.StoreMembership, "meet"),
     "connect": (ElasticTraining, "_connecting_store"),
+    "address": (_QuorumStore, "set"),
     "init": (dist, "init_process_group"),
     "group": (ppe_ddp.DistributedDataParallel, "_move"),
     "state": (ElasticTraining, "_share_state"),
@@ -410,8 +411,9 @@ def faults_of(seed, steps, size):
     faults = {}
     for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
         phase = rng.choice(["any"] * len(PHASES) + list(PHASES))
-        is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
+        is_rare = phase in ("meet", "connect", "address", "init", "group", "state", "divide")
         occurrence = rng.choice([1, 2]) if is_rare else rng.randrange(1, steps)
+        occurrence = rng.randrange(1, 12) if phase == "address" else occurrence
         occurrence = rng.randrange(3000) if phase == "any" else occurrence
         faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1
     return faults
@@ -429,6 +431,7 @@ def main():
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--raises-at", type=int)
+    parser.add_argument("--timeout", type=float, default=3.0)
     options = parser.parse_args()
     if options.mpi:
         replica_of_mpi(options.mpi, int(options.seeds), options.steps)
@@ -443,7 +446,7 @@ def main():
             codes = run_mpi(folder, seed, options.steps, options.size)
         else:
             compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
-            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": 3.0, "nodes": options.nodes}
+            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": options.timeout, "nodes": options.nodes}
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)

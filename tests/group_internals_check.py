@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -26,12 +26,14 @@ from ppe_ddp.backends.group_internals import (
     backend_for,
     backends_being_made,
     backends_named,
+    connections_awaited,
     count_groups_anew,
     creator_of,
     default_group,
     destroy_group,
     device_types,
     end_coalescing,
+    end_wait_for_connections,
     flattened_group,
     is_registered,
     kept_with,
@@ -255,6 +257,26 @@ def _abort_of_gloo(_group: ProcessGroup) -> bool:
     return all(_has_failed(work) for work in under_way)
 
 
+def _end_wait_for_connections(_group: ProcessGroup) -> bool:
+    store = HashStore()
+
+    def make() -> None:
+        with suppress(RuntimeError):
+            made.append(dist.ProcessGroupGloo(store, 0, 2, timeout=_SECONDS))
+
+    made: list[Any] = []
+    one = threading.Thread(target=make, daemon=True)
+    one.start()
+    store.wait(["0"], _SECONDS)
+    content = bytes(store.get("0"))
+    _, port, numbers = connections_awaited(content) or ("", 0, [])
+    # The one at the higher port connects; this other rank never does.
+    store.set("1", content.replace(port.to_bytes(2, "big"), b"\xff\xff", 1))
+    end_wait_for_connections(content)
+    one.join(_SECONDS.total_seconds())
+    return len(numbers) == 2 and not one.is_alive() and connections_awaited(b"17") is None
+
+
 def _has_failed(work: dist.Work) -> bool:
     try:
         work.wait()
@@ -292,5 +314,7 @@ _TRIALS: tuple[tuple[Callable[..., Any], Callable[[ProcessGroup], bool]], ...] =
     (nccl_options, _nccl_options),
     (process_group_over, _process_group_over),
     (abort_of_gloo, _abort_of_gloo),
+    (connections_awaited, _end_wait_for_connections),
+    (end_wait_for_connections, _end_wait_for_connections),
     (flattened_group, _flattened_group),
 )

@@ -36,7 +36,7 @@ def run(*words):
 )
 def test_a_rank_is_killed(phase, after):
     # Of those that occur when ranks meet, the first is that of the start, which waits for all.
-    is_rare = phase in ("meet", "connect", "init", "group", "state", "divide")
+    is_rare = phase in ("meet", "connect", "address", "init", "group", "state", "divide")
     faults = {"1": [phase, 2 if is_rare else 5, after, False]}
     if is_rare:
         faults["0"] = ["bucket", 5, True, False]  # another one, after which they meet

@@ -7,6 +7,8 @@ where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
 
 from __future__ import annotations
 
+import socket
+import struct
 import sys
 import threading
 from contextlib import contextmanager, suppress
@@ -322,6 +324,41 @@ def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
                 receive.wait(_SOON)
 
     return abort
+
+
+def connections_awaited(content: bytes) -> tuple[str, int, list[int]] | None:
+    """Where gloo waits for connections, and the numbers that they are to say, from what it writes to its store.
+
+    None for anything else that a store may be given. gloo writes the name of the host, then ``sockaddr_storage`` and a
+    number, each after its length, and then a number for each rank.
+    """
+    with suppress(struct.error, OverflowError):
+        (host,) = struct.unpack_from("=Q", content)
+        nbytes, family, port, address = struct.unpack_from("=QH2s20s", content, 8 + host)
+        numbers = content[16 + host + nbytes :]
+        if nbytes == _ADDRESS_BYTES and len(numbers) % 8 == 0 and family in (socket.AF_INET, socket.AF_INET6):
+            at = address[:4] if family == socket.AF_INET else address[4:]
+            found = [number for (number,) in struct.iter_unpack("=q", numbers)]
+            return socket.inet_ntop(family, at), int.from_bytes(port, "big"), found
+    return None
+
+
+_ADDRESS_BYTES = 136
+
+
+def end_wait_for_connections(content: bytes) -> None:
+    """End gloo's wait, in another thread of this process, for ranks that were to connect to it; the group has failed.
+
+    A rank that dies after it has written where it is, and before it has connected, is waited for by those that it
+    was to connect to, for five times the time of the group, in C++. So this connects in its place.
+
+    Args:
+        content: What gloo has written to its store on this rank.
+    """
+    place = connections_awaited(content)
+    for number in place[2] if place is not None else ():
+        with suppress(OSError), socket.create_connection(place[:2], timeout=1) as connection:
+            connection.sendall(struct.pack("=q", number))
 
 
 def flattened_group(mesh: DeviceMesh) -> ProcessGroup:

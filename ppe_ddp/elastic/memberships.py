@@ -94,27 +94,36 @@ class Membership(ABC):
     def is_asked(self) -> bool:
         """Whether this process knows of a reason to meet between two steps: another one wants to join."""
 
+    def silent(self, names: Sequence[str]) -> Sequence[str]:
+        """Those of ``names`` that have given no sign of life for too long, as far as this engine knows."""
+        return ()
+
     def leave(self, word: dict[str, Any]) -> None:  # noqa: B027  # only where there is somebody to be told
         """This process takes part no longer: the others need not wait for it; ``word`` as in :meth:`meet`."""
 
 
-class Beats:
-    """A thread that gives signs of life."""
+class Repeated:
+    """A thread that calls a function again and again, also where it raises.
 
-    def __init__(self, beat: Callable[[], object], seconds: float) -> None:
-        self._beat, self._seconds = beat, seconds
+    Args:
+        call: The function.
+        seconds: Between two calls.
+    """
+
+    def __init__(self, call: Callable[[], object], seconds: float) -> None:
+        self._call, self._seconds = call, seconds
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ppe_ddp-beats", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ppe_ddp-repeated", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._ends.is_set():
-            with suppress(Exception):  # who is not reached now may be with the next one
-                self._beat()
+            with suppress(Exception):  # who is not reached now may be the next time
+                self._call()
             self._ends.wait(self._seconds)
 
     def end(self) -> None:
-        """Give no more."""
+        """Call it no more."""
         self._ends.set()
         self._thread.join()
 
@@ -145,7 +154,7 @@ class StoreMembership(Membership):
         self._members: list[tuple[str, dict[str, Any]]] = []  # of the last quorum
         self._is_member = False
         self._known: dict[str, tuple[int, float]] = {}  # the last sign of life, and when it was seen first
-        self._beats: Beats | None = None
+        self._beats: Repeated | None = None
         self._asks = paced(self._is_joined, _BEAT)
 
     def _connect(self) -> Store:
@@ -157,7 +166,7 @@ class StoreMembership(Membership):
         """See :meth:`Membership.meet`."""
         if self._beats is None:
             own = self._connect()  # a connection answers one call at a time
-            self._beats = Beats(lambda: own.add(f"beat/{self.name}", 1), _BEAT)
+            self._beats = Repeated(lambda: own.add(f"beat/{self.name}", 1), _BEAT)
         while True:
             members = self._next_members(word)
             names = [name for name, _ in members]
@@ -186,11 +195,9 @@ class StoreMembership(Membership):
             come = dict(json.loads(text) for text in self._come.look())
             old = [name for name, _ in before]
             here = seen.on_this_node
-            gone = [
-                *seen.lost(),
-                *(rank for rank, name in enumerate(old) if rank not in here and self._is_silent(name)),
-            ]
-            left = [name for rank, name in enumerate(old) if name not in come and rank not in gone]
+            gone = [old[rank] for rank in seen.lost()]
+            gone += self.silent([name for rank, name in enumerate(old) if rank not in here])
+            left = [name for name in old if name not in come and name not in gone]
             left = [name for name in left if not self._store.check([f"left/{name}"])]
             is_late = self._is_member and time.monotonic() - since > self.timeout
             if (left and not is_late) or (not old and len(come) < self._size):
@@ -206,6 +213,10 @@ class StoreMembership(Membership):
         self._members = [(name, one) for name, one in json.loads(self._store.get(key))]
         self._come = Reports(BoundedStore(self._store, self.timeout), f"come/{self._epoch + 1}")
         return self._members
+
+    def silent(self, names: Sequence[str]) -> Sequence[str]:
+        """See :meth:`Membership.silent`."""
+        return [name for name in names if self._is_silent(name)]
 
     def _is_silent(self, name: str) -> bool:
         beat, now = self._store.add(f"beat/{name}", 0), time.monotonic()
@@ -290,14 +301,14 @@ class LighthouseMembership(_ServingMembership):
             raise ValueError("where is the lighthouse? Give http://host:port, or set TORCHFT_LIGHTHOUSE")
         self._new_client: Callable[[], Any] = lambda: coordination.LighthouseClient(address, self._limit)
         self._client, self._size = self._new_client(), size
-        self._beats: Beats | None = None
+        self._beats: Repeated | None = None
         self._every, self._met = every, time.monotonic()
 
     def meet(self, word: dict[str, Any]) -> Quorum:
         """See :meth:`Membership.meet`."""
         if self._beats is None:  # not before: who gives signs of life is waited for
             client = self._new_client()
-            self._beats = Beats(lambda: client.heartbeat(self.name), _BEAT / 2)
+            self._beats = Repeated(lambda: client.heartbeat(self.name), _BEAT / 2)
         while True:
             found = self._client.quorum(
                 replica_id=self.name,

@@ -26,15 +26,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.group_internals import Store, count_groups_anew, default_group
+from ppe_ddp.backends.group_internals import (
+    Store,
+    connections_awaited,
+    count_groups_anew,
+    default_group,
+    end_wait_for_connections,
+)
 from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.elastic.memberships import Membership, Quorum, wait_for
+from ppe_ddp.elastic.memberships import Membership, Quorum, Repeated, wait_for
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.optim.optimizer import DistributedOptimizer
+from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
+_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.02, 0.2  # between looks for the dead of this node, and of others
 _VOID = "ppe_ddp/void"
 """The key in the store of a quorum by which a member tells that it has gone on to another."""
 
@@ -66,7 +74,8 @@ def steps_after(words: Sequence[Mapping[str, Any]]) -> int:
 class _QuorumStore(Store):
     """The store of one quorum. While the members connect, its waits end when one is gone or has left the quorum.
 
-    gloo waits in it, too, and calls it by these names.
+    gloo waits in it, too, and calls it by these names; then it waits for those that are to connect to it, without the
+    store, until :meth:`end_waits` finds that one is gone.
 
     Args:
         store: Shared by the members.
@@ -77,9 +86,30 @@ class _QuorumStore(Store):
     def __init__(self, store: Any, look: Callable[[], None], seconds: float) -> None:
         super().__init__()
         self._store, self._look, self._seconds = store, look, seconds
+        self._awaits: list[bytes] = []  # what gloo has written: where it can be reached
         self.is_connecting = True
 
+    @contextmanager
+    def connecting(self) -> Generator[None, None, None]:
+        """While the members connect in here, a thread looks whether one is gone."""
+        looks = Repeated(self.end_waits, _LOOK_SECONDS)
+        try:
+            yield
+            self.is_connecting = False
+        finally:
+            looks.end()
+
+    def end_waits(self) -> None:
+        """End what gloo waits for in other threads, if a member is gone."""
+        try:
+            self._look()
+        except RuntimeError:
+            while self._awaits:
+                end_wait_for_connections(self._awaits.pop())
+
     def set(self, key: str, value: Any) -> None:
+        if self.is_connecting and isinstance(value, bytes) and connections_awaited(value):
+            self._awaits.append(value)
         self._store.set(key, value)
 
     def add(self, key: str, value: int) -> Any:
@@ -296,6 +326,14 @@ class ElasticTraining:
             self._quorum = None
             return
         store = self._connecting_store(quorum)
+        with store.connecting():
+            words = self._connect(quorum, store)
+        self._divide(quorum, words)
+        self.names, self._number, self._quorum = list(quorum.names), quorum.number, None
+        self.committed = steps_after(quorum.words)
+
+    def _connect(self, quorum: Quorum, store: _QuorumStore) -> Sequence[Any]:
+        """Make the default group anew; where each of its ranks is in the data."""
         size = len(quorum.names)
         word = [self._position, self._slots]
         outcome = Meeting(WrittenKeys(store), "ppe_ddp/connects", quorum.rank, size).words(
@@ -307,24 +345,24 @@ class ElasticTraining:
         self._store = store  # C++ does not keep a store of Python's alive
         limit = timedelta(seconds=self._timeout)
         dist.init_process_group(self._backend, store=store, rank=quorum.rank, world_size=size, timeout=limit)
-        steps = steps_after(quorum.words)
-        self._reducer = self._model._move(steps)
+        self._reducer = self._model._move(steps_after(quorum.words))
         self._reducer.synchronizer.commits = self._commit
         self._share_state(quorum)
-        store.is_connecting = False
-        self._divide(quorum, outcome.words)
-        self.names, self._number, self._quorum = list(quorum.names), quorum.number, None
-        self.committed = steps
+        return outcome.words
 
     def _connecting_store(self, quorum: Quorum) -> _QuorumStore:
         address = self._address
         seen = PeerProcesses(quorum.rank, address, [one["process"] for one in quorum.words])
+        elsewhere = [name for rank, name in enumerate(quorum.names) if rank not in (quorum.rank, *seen.on_this_node)]
+        silent = paced(lambda: self._membership.silent(elsewhere), _LONG_LOOK_SECONDS)
 
         def look() -> None:
             if quorum.store.check([_VOID]):
                 raise CommunicationError("a member has gone on to another quorum")
             if lost := seen.lost():
                 raise CommunicationError(f"rank {', '.join(map(str, lost))} is gone")
+            if silent():
+                raise CommunicationError(f"of {', '.join(elsewhere)} one gives no sign of life")
 
         return _QuorumStore(quorum.store, look, self._timeout)
 

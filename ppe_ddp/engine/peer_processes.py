@@ -121,7 +121,7 @@ class ProcessAddress:
     """Where the other processes of a node find the page of one, and this group's record in it.
 
     Attributes:
-        node: The name of the node.
+        node: The name of the node, and of the namespace in which its processes are numbered.
         pid: The process, as it sees itself.
         started: When it started, as the system counts; another process may get the number.
         descriptor: Of the page, in that process.
@@ -157,6 +157,7 @@ class PeerProcesses:
         self._own = own
         self._completed = (0, Activity.DONE)
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
+        self._gone: list[int] = []  # before this process could map their pages
         page = None if own is None else _page(os.getpid())
         for other, packed in enumerate(addresses):
             if page is None or packed is None or other == rank:
@@ -165,6 +166,8 @@ class PeerProcesses:
             mapped = page.peer(address)
             if mapped is not None:
                 self._pages[other] = (address, mapped)
+            elif address.node == page.node and _has_ended(address):
+                self._gone.append(other)
         self._write = _no_page if page is None or own is None else page.writer(own.record)
 
     @property
@@ -230,6 +233,7 @@ class PeerProcesses:
     def lost(self) -> Mapping[int, tuple[Condition, str]]:
         """The ranks of this node whose processes do not run, with what :meth:`condition` says of them."""
         found = {rank: self.condition(rank) for rank in self._pages}
+        found.update((rank, (Condition.ENDED, "")) for rank in self._gone)
         return {rank: one for rank, one in found.items() if one[0] is not Condition.RUNNING}
 
 
@@ -237,7 +241,10 @@ class _Page:
     """The page of this process, and those of others that it has mapped."""
 
     def __init__(self) -> None:
-        self.node = node_name().hex()
+        # Numbers of processes are those of one namespace, and /proc may show another one's.
+        if int(os.readlink("/proc/self")) != os.getpid():
+            raise OSError("/proc does not show this process by its number")
+        self.node = node_name().hex() + os.readlink("/proc/self/ns/pid")
         self.descriptor, self._map = new_memory_file(_PAGE_BYTES)
         token = secrets.token_bytes(TOKEN_BYTES)
         self._map[:TOKEN_BYTES] = token
@@ -328,6 +335,17 @@ def _condition(address: ProcessAddress) -> Condition:
     if state in "ZXx" or started != address.started:
         return Condition.ENDED
     return Condition.STOPPED if state in "Tt" else Condition.RUNNING
+
+
+def _has_ended(address: ProcessAddress) -> bool:
+    """Whether a process that cannot be reached is no more; not where it belongs to a user that is hidden from this."""
+    try:
+        os.kill(address.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return _condition(address) is Condition.ENDED
 
 
 def _started(pid: str) -> int:
