@@ -446,7 +446,12 @@ def main():
             codes = run_mpi(folder, seed, options.steps, options.size)
         else:
             compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
-            rest = {"compressor": compressor, "raises_at": options.raises_at, "timeout": options.timeout, "nodes": options.nodes}
+            rest = {
+                "compressor": compressor,
+                "raises_at": options.raises_at,
+                "timeout": options.timeout,
+                "nodes": options.nodes,
+            }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             codes = job.run(faults, restarts=not options.no_restarts)
         logs = read(folder)

@@ -267,11 +267,11 @@ def _end_wait_for_connections(_group: ProcessGroup) -> bool:
     made: list[Any] = []
     one = threading.Thread(target=make, daemon=True)
     one.start()
-    store.wait(["0"], _SECONDS)
-    content = bytes(store.get("0"))
+    store.wait([address_key(0)], _SECONDS)
+    content = store.get(address_key(0))
     _, port, numbers = connections_awaited(content) or ("", 0, [])
     # The one at the higher port connects; this other rank never does.
-    store.set("1", content.replace(port.to_bytes(2, "big"), b"\xff\xff", 1))
+    store.set(address_key(1), content.replace(port.to_bytes(2, "big"), b"\xff\xff", 1))
     end_wait_for_connections(content)
     one.join(_SECONDS.total_seconds())
     return len(numbers) == 2 and not one.is_alive() and connections_awaited(b"17") is None

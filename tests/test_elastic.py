@@ -1,10 +1,13 @@
 """Training goes on when ranks are killed, in whatever phase, and others join; over a store, torchft and ULFM."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ import torch
 import elastic_program
 import ppe_ddp
 from ppe_ddp import elastic
-from ppe_ddp.elastic.training import steps_after
+from ppe_ddp.backends.group_internals import address_key, connections_awaited
+from ppe_ddp.elastic.training import _QuorumStore, steps_after
 from rank_tests import long
 from subprocesses import warm_python
 
@@ -142,6 +146,29 @@ def test_who_could_not_connect_names_groups_as_those_who_join(lone):
     training._disconnect()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     assert torch.distributed.group.WORLD.group_name == "0"
+
+
+def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
+    inner, is_gone = torch.distributed.HashStore(), threading.Event()
+
+    def look():
+        if is_gone.is_set():
+            raise ppe_ddp.CommunicationError("rank 1 is gone")
+
+    store = _QuorumStore(inner, look, 60.0)
+
+    def connect():
+        with store.connecting(), contextlib.suppress(RuntimeError):
+            torch.distributed.ProcessGroupGloo(store, 0, 2, timedelta(seconds=60))
+
+    connects = threading.Thread(target=connect, daemon=True)
+    connects.start()
+    own = store.get(address_key(0))
+    port = connections_awaited(own)[1].to_bytes(2, "big")
+    inner.set(address_key(1), own.replace(port, b"\xff\xff", 1))  # gloo waits for the one at the higher port
+    is_gone.set()
+    connects.join(30)
+    assert not connects.is_alive()
 
 
 def test_a_distributed_optimizer_is_refused(lone):

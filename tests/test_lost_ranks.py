@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import secrets
 import signal
 import time
 from datetime import timedelta
@@ -35,8 +36,8 @@ class Peer:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=be_peer, args=(theirs,), daemon=True)
         self.process.start()
-        address = own_address()
-        self.processes = PeerProcesses(0, address, [address.packed(), self.pipe.recv()])
+        address, self.address = own_address(), self.pipe.recv()
+        self.processes = PeerProcesses(0, address, [address.packed(), self.address])
 
     def tell(self, *call):
         self.pipe.send(call)
@@ -225,6 +226,19 @@ def test_the_rank_that_was_waited_for_in_vain_is_told():
     assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
     dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
     assert dead.ranks == (2,)
+
+
+def test_who_has_died_before_its_page_could_be_mapped_is_lost(peer):
+    address, lives = own_address(), Peer()
+    # With another token than that of the page: it cannot be mapped.
+    packed = [[*one.address[:4], secrets.token_hex(16), one.address[5]] for one in (peer, lives)]
+    peer.process.kill()
+    peer.process.join()
+    processes = PeerProcesses(0, address, [None, *packed, ["another node", *packed[0][1:]]])
+    assert processes.lost() == {1: (Condition.ENDED, "")}
+    assert processes.on_this_node == []
+    lives.process.kill()
+    lives.process.join()
 
 
 def test_ranks_elsewhere_are_asked_by_the_store(peer):
