@@ -8,6 +8,7 @@ part in each step with which rows has to lead to the same weights. The store is 
 
 import argparse
 import faulthandler
+import itertools
 import json
 import logging
 import multiprocessing
@@ -137,7 +138,22 @@ def fail(_):
     raise ArithmeticError("this rank alone")
 
 
-def replica(folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, nodes=1):
+class Ballast:
+    """State of so many MB that a replica has besides, and a step that takes so many seconds more, as on a device."""
+
+    def __init__(self, megabytes, seconds):
+        self.content, self.seconds = torch.ones(megabytes * 250_000), seconds
+
+    def state_dict(self):
+        return {"content": self.content}
+
+    def load_state_dict(self, state):
+        self.content.copy_(state["content"])
+
+
+def replica(
+    folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, nodes=1, ballast=(0, 0)
+):
     if nodes > 1:  # processes that take themselves for those of several nodes do not look at one another
         socket.gethostname = lambda: f"node{int(name[1:]) % nodes}"
     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -149,12 +165,13 @@ def replica(folder, name, place, size, steps, fault=None, compressor=None, raise
     model = ppe_ddp.DistributedDataParallel(net, bucket_cap_mb=0.001)
     if compressor is not None:
         model.register_comm_hook(compressor)
-    optimizer = optimizer_of(net)
+    optimizer, ballast = optimizer_of(net), Ballast(*ballast)
     log("starts", membership.name)
     if fault is not None:
         arm(*fault, log)
     try:
-        training = ElasticTraining(membership, {"model": model, "optimizer": optimizer}, timeout=timeout)
+        parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
+        training = ElasticTraining(membership, parts, timeout=timeout)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
         return
@@ -167,6 +184,7 @@ def replica(folder, name, place, size, steps, fault=None, compressor=None, raise
         try:
             with training.step():
                 loss = model(rows)
+                time.sleep(ballast.seconds)
                 if before == raises_at and dist.get_rank() == 1:
                     loss.register_hook(fail)
                 loss.backward()
@@ -261,9 +279,33 @@ class ElasticJob:
         name, self._count = f"r{self._count}", self._count + 1
         options = {**self.options, "fault": fault}
         target = replica_of_torchft if self.engine == "torchft" else replica
-        process = FORK.Process(target=target, args=(self.folder, name, self.place, self.size), kwargs=options)
+        process = FORK.Process(target=target, name=name, args=(self.folder, name, self.place, self.size), kwargs=options)
         process.start()
         self.running[process.sentinel] = process
+
+    def kill_every(self, pause, seconds):
+        """Train for so many seconds, and kill one that trains and start another at each pause; 0: none is killed."""
+        for _ in range(self.size):
+            self.start()
+        while len(self._that_train()) < self.size:
+            time.sleep(0.05)
+        first = time.monotonic()
+        while (left := first + seconds - time.monotonic()) > 0:
+            time.sleep(min(left, pause or left))
+            if pause and left > pause:
+                victim = random.choice([process for process in self._that_train() if process.is_alive()])
+                victim.kill()
+                victim.join()
+                del self.running[victim.sentinel]
+                self.start()
+        for process in self.running.values():
+            process.kill()
+            process.join()
+        return first, first + seconds
+
+    def _that_train(self):
+        written = {path.name for path in Path(self.folder).iterdir() if '"commits"' in path.read_text()}
+        return [process for process in self.running.values() if process.name in written]
 
     def run(self, faults, *, restarts=True):
         """Run to the end; the exit codes of all replicas."""
@@ -305,12 +347,12 @@ class ElasticJob:
                 process.kill()
 
 
-def run_mpi(folder, seed, steps, size):
+def run_mpi(folder, faults, steps, size):
     """The same under mpirun, where nobody joins; the exit codes, as far as mpirun tells."""
     words = ["mpirun", "--with-ft", "ulfm", "-n", str(size), sys.executable, __file__]
     with Path(folder, "mpirun.log").open("w") as file:
         job = subprocess.run(
-            [*words, "--mpi", folder, "--seeds", str(seed), "--steps", str(steps)],
+            [*words, "--mpi", folder, "--faults", json.dumps(faults), "--steps", str(steps)],
             timeout=3 * SECONDS,
             check=False,
             stdout=file,
@@ -319,14 +361,11 @@ def run_mpi(folder, seed, steps, size):
     return [0 if job.returncode in (0, 128 + signal.SIGKILL) else job.returncode]
 
 
-def replica_of_mpi(folder, seed, steps):
+def replica_of_mpi(folder, faults, steps):
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
-    fault = faults_of(seed, steps, size).get(rank)
-    if fault is not None and fault[0] not in ("meet", "state"):  # the one that is patched is of another engine
-        fault = (*fault[:3], False)
-        replica(folder, f"r{rank}", "mpi", size, steps, fault)
-    else:
-        replica(folder, f"r{rank}", "mpi", size, steps)
+    PHASES["meet"] = elastic.MpiMembership, "meet"
+    fault = faults.get(str(rank))
+    replica(folder, f"r{rank}", "mpi", size, steps, None if fault is None else (*fault[:3], False))
 
 
 def read(folder):
@@ -400,6 +439,20 @@ def delays(logs):
     return found
 
 
+def rate(logs, first, last):
+    """Committed rows a second of a rank that trains, between two moments; how long those that join took."""
+    work = alive = 0
+    joins = []
+    for log in logs.values():
+        moments = [entry[1] for entry in log if entry[0] == "commits"]
+        work += sum(first < at < last for at in moments)
+        if moments:  # one that is killed at `last` or before has trained from its first step to its last
+            alive += max(0, min(moments[-1], last) - max(moments[0], first))
+        begun = [entry for entry in log if entry[0] in ("starts", "joined")]
+        joins += [end[1] - start[1] for start, end in itertools.pairwise(begun) if end[2:] and end[2] > 0]
+    return work / alive, joins
+
+
 def is_without(members, own, most):
     """Whether a step was committed without one; torchft tells only how many have taken part."""
     return own not in members if isinstance(members, list) else members < most
@@ -432,9 +485,20 @@ def main():
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--raises-at", type=int)
     parser.add_argument("--timeout", type=float, default=3.0)
+    parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
+    parser.add_argument("--ballast", type=float, nargs=2, default=(0, 0), help="MB of state, seconds of each step")
     options = parser.parse_args()
+    ballast = (int(options.ballast[0]), options.ballast[1])
+    if options.kill_every:
+        folder = tempfile.mkdtemp(prefix="elastic_")
+        job = ElasticJob(folder, engine=options.engine, size=options.size, steps=10**9, timeout=3.0, ballast=ballast)
+        span = job.kill_every(*options.kill_every)
+        found, joins = rate(read(folder), *span)
+        text = f"median {statistics.median(joins):.2f} s, most {max(joins):.2f} s" if joins else "none"
+        print(f"{found:.2f} steps a second of a rank that trains; joined in: {text} ({folder})")
+        return
     if options.mpi:
-        replica_of_mpi(options.mpi, int(options.seeds), options.steps)
+        replica_of_mpi(options.mpi, options.faults, options.steps)
         return
     first, _, last = options.seeds.partition(":")
     found, bad = {}, []
@@ -443,7 +507,7 @@ def main():
         faults = options.faults or faults_of(seed, options.steps, options.size)
         faults = {int(place): fault for place, fault in faults.items()}
         if options.engine == "mpi":
-            codes = run_mpi(folder, seed, options.steps, options.size)
+            codes = run_mpi(folder, faults, options.steps, options.size)
         else:
             compressor = ErrorFeedback(PowerSGD(rank=1)) if options.compressed else None
             rest = {

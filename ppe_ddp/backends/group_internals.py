@@ -355,9 +355,9 @@ def end_wait_for_connections(content: bytes) -> None:
     Args:
         content: What gloo has written to its store on this rank.
     """
-    place = connections_awaited(content)
-    for number in place[2] if place is not None else ():
-        with suppress(OSError), socket.create_connection(place[:2], timeout=1) as connection:
+    host, port, numbers = connections_awaited(content) or ("", 0, [])
+    for number in numbers:
+        with suppress(OSError), socket.create_connection((host, port), timeout=1) as connection:
             connection.sendall(struct.pack("=q", number))
 
 

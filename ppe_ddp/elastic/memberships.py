@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -345,10 +346,11 @@ class MpiMembership(_ServingMembership):
     """Membership by ULFM of Open MPI 5: the processes of one ``mpirun --with-ft ulfm``; none can join.
 
     MPI tells who is dead within milliseconds. It is used for that alone, and the gradients go over the backend that
-    :class:`~ppe_ddp.elastic.ElasticTraining` is given. A process that hangs is waited for without an end.
+    :class:`~ppe_ddp.elastic.ElasticTraining` is given. It goes on without those that have died alone: where another
+    hangs, all raise an error after the timeout.
 
     Args:
-        timeout: See :class:`Membership`; of the store here.
+        timeout: Seconds for which a member may keep the others waiting until they give up; not at the start.
         host: Where the others reach this process, which may have to serve the store of a quorum.
 
     Raises:
@@ -373,10 +375,32 @@ class MpiMembership(_ServingMembership):
             )
         super().__init__(timeout, host)
         self._mpi, self._error = MPI, MPI.Exception
-        self._comm, self._turn = MPI.COMM_WORLD.Dup(), 0
+        self._comm, self._turn = MPI.COMM_WORLD, 0
 
     def meet(self, word: dict[str, Any]) -> Quorum:
         """See :meth:`Membership.meet`."""
+        met: queue.SimpleQueue[Quorum | BaseException] = queue.SimpleQueue()
+
+        def meet() -> None:
+            try:
+                met.put(self._meet(word))
+            except BaseException as error:
+                met.put(error)
+
+        is_first = self._comm is self._mpi.COMM_WORLD
+        threading.Thread(target=meet, name="ppe_ddp-mpi", daemon=True).start()
+        try:
+            found = met.get(timeout=None if is_first else self.timeout)
+        except queue.Empty:
+            raise UnusableError(
+                f"{self.name}: MPI has not agreed in {self.timeout:g} s on who is alive: a rank hangs, or is stopped, or "
+                "MPI itself hangs after several deaths at a time. Start again from a checkpoint"
+            ) from None
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def _meet(self, word: dict[str, Any]) -> Quorum:
         while True:
             self._turn += 1
             comm = self._comm = self._shrunk()
@@ -389,11 +413,15 @@ class MpiMembership(_ServingMembership):
                 )
 
     def _shrunk(self) -> Any:
+        """A communicator of those alive; of those that were started at first, for which no Dup() of MPI's survives."""
+        old = self._comm
+        if old is self._mpi.COMM_WORLD:
+            return old.Shrink()
         with suppress(self._error):
-            self._comm.Revoke()  # who waits in it leaves
-        comm = self._comm.Shrink()
+            old.Revoke()  # who waits in it leaves
+        comm = old.Shrink()
         with suppress(self._error):
-            self._comm.Free()
+            old.Free()
         return comm
 
     def _exchanged(self, comm: Any, word: list[Any]) -> list[Any] | None:

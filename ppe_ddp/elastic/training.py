@@ -386,9 +386,9 @@ class ElasticTraining:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
             torch.save({"parts": parts, "random": random_states(), "memory": self._memory.common()}, buffer)
         length = torch.tensor([buffer.tell()])
-        dist.broadcast(length, source)
+        self._broadcast(length, source)
         content = torch.frombuffer(bytearray(buffer.getvalue() or bytes(int(length))), dtype=torch.uint8)
-        dist.broadcast(content, source)
+        self._broadcast(content, source)
         if committed[quorum.rank] >= 0 or quorum.rank == source:
             return
         state = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
@@ -396,6 +396,12 @@ class ElasticTraining:
             part.load_state_dict(state["parts"][name])
         self._memory.take(state["memory"])
         set_random_states(state["random"])
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        """Where it is seen that a rank is gone, as it is not in the default group."""
+        groups = self._reducer.groups
+        work = dist.broadcast(tensor, source, group=groups.control, async_op=True)
+        groups.failures.wait(work, tensor.device)
 
     # ------------------------------------------------------------------ data
 
