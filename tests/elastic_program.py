@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import statistics
@@ -279,7 +280,9 @@ class ElasticJob:
         name, self._count = f"r{self._count}", self._count + 1
         options = {**self.options, "fault": fault}
         target = replica_of_torchft if self.engine == "torchft" else replica
-        process = FORK.Process(target=target, name=name, args=(self.folder, name, self.place, self.size), kwargs=options)
+        process = FORK.Process(
+            target=target, name=name, args=(self.folder, name, self.place, self.size), kwargs=options
+        )
         process.start()
         self.running[process.sentinel] = process
 
@@ -349,7 +352,8 @@ class ElasticJob:
 
 def run_mpi(folder, faults, steps, size):
     """The same under mpirun, where nobody joins; the exit codes, as far as mpirun tells."""
-    words = ["mpirun", "--with-ft", "ulfm", "-n", str(size), sys.executable, __file__]
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
+    words = [mpirun, "--with-ft", "ulfm", "-n", str(size), sys.executable, __file__]
     with Path(folder, "mpirun.log").open("w") as file:
         job = subprocess.run(
             [*words, "--mpi", folder, "--faults", json.dumps(faults), "--steps", str(steps)],

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -76,6 +77,25 @@ def test_an_error_of_a_rank_that_lives_is_raised_as_ever():
 @needs_torchft
 def test_torchft_leads():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3", "--engine", "lighthouse")
+
+
+def is_open_mpi():
+    mpirun = shutil.which("mpirun", path=Path(sys.executable).parent)
+    words = [mpirun or "true", "--version"]
+    return "Open MPI" in subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout
+
+
+@pytest.mark.skipif("not is_open_mpi()", reason="needs the mpirun of Open MPI beside this Python")
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"1": ["any", 0, False, False], "2": ["any", 3, False, False]},
+        {"0": ["meet", 1, True, False], "1": ["any", 20, False, False]},  # the first serves the store
+        {"0": ["connect", 1, False, False], "1": ["vote", 9, False, False]},
+    ],
+)
+def test_mpi_leads_and_two_are_killed(faults):
+    run("--faults", json.dumps(faults), "--steps", "30", "--engine", "mpi")
 
 
 def word(committed, *, is_ready):

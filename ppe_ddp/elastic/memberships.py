@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 _NAP = 0.002  # seconds between looks at a store, while others come
 _BEAT = 0.2  # seconds between signs of life
-_WORD_BYTES = 4096
+_FLAG_BITS = 31  # of what MPI agrees on at a time
+_START_SECONDS = 600.0
+_TAG, _TURNS = 27_000, 1_000  # of our messages in MPI.COMM_WORLD
+_SOON = timedelta(seconds=2)  # in which who serves a store answers, if it lives
 _LONGEST_MEETING = timedelta(hours=1)
 
 
@@ -259,11 +262,18 @@ class _ServingMembership(Membership):
         self._served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._limit)
         self._place = f"{host or socket.gethostname()}:{self._served.port}"
 
-    def _store_at(self, place: str, number: str) -> Store:
+    def _store_at(self, place: str, number: str) -> Store | None:
+        """The store of a quorum; None where nobody serves it any more, for which a TCPStore waits in vain."""
         host, _, port = place.rpartition(":")
         store = self._served
         if place != self._place:
-            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._limit)
+            soon = min(self._limit, _SOON)
+            try:
+                socket.create_connection((host, int(port)), timeout=soon.total_seconds()).close()
+                store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=soon)
+            except (OSError, dist.DistError):
+                return None
+            store.set_timeout(self._limit)
         return PrefixStore(f"quorum/{number}", store)
 
 
@@ -310,6 +320,17 @@ class LighthouseMembership(_ServingMembership):
         if self._beats is None:  # not before: who gives signs of life is waited for
             client = self._new_client()
             self._beats = Repeated(lambda: client.heartbeat(self.name), _BEAT / 2)
+        begin = 0.0
+        while (found := self._found(word)) is None:
+            begin = begin or time.monotonic()
+            if time.monotonic() - begin > self.timeout:
+                raise UnusableError(f"{self.name}: the lighthouse knows of members, and of none that can be reached")
+            time.sleep(_BEAT)
+        self._met = time.monotonic()
+        return found
+
+    def _found(self, word: dict[str, Any]) -> Quorum | None:
+        """What the lighthouse finds; None where one has died in whose store the others meet."""
         while True:
             found = self._client.quorum(
                 replica_id=self.name,
@@ -323,14 +344,14 @@ class LighthouseMembership(_ServingMembership):
             if len(words) >= self._size or any(one["committed"] >= 0 for one in words.values()):
                 break
             time.sleep(_BEAT)
-        self._met = time.monotonic()
-        names = sorted(
-            words, key=lambda name: (-words[name]["committed"], name)
-        )  # the store is at one that has trained
+        # The store is at one that has trained.
+        names = sorted(words, key=lambda name: (-words[name]["committed"], name))
         (place,) = [one.store_address for one in found.participants if one.replica_id == names[0]]
         number = f"{found.quorum_id}-{found.created.seconds}-{found.created.nanos}"
-        words_by_rank = [words[name] for name in names]
-        return Quorum(number, names, words_by_rank, names.index(self.name), self._store_at(place, number))
+        store = self._store_at(place, number)
+        if store is None:
+            return None
+        return Quorum(number, names, [words[name] for name in names], names.index(self.name), store)
 
     def is_asked(self) -> bool:
         """See :meth:`Membership.is_asked`."""
@@ -350,7 +371,7 @@ class MpiMembership(_ServingMembership):
     hangs, all raise an error after the timeout.
 
     Args:
-        timeout: Seconds for which a member may keep the others waiting until they give up; not at the start.
+        timeout: Seconds for which a member may keep the others waiting until they give up; at the start, ten minutes.
         host: Where the others reach this process, which may have to serve the store of a quorum.
 
     Raises:
@@ -376,6 +397,7 @@ class MpiMembership(_ServingMembership):
         super().__init__(timeout, host)
         self._mpi, self._error = MPI, MPI.Exception
         self._comm, self._turn = MPI.COMM_WORLD, 0
+        self._alive: list[int] = []
 
     def meet(self, word: dict[str, Any]) -> Quorum:
         """See :meth:`Membership.meet`."""
@@ -387,14 +409,14 @@ class MpiMembership(_ServingMembership):
             except BaseException as error:
                 met.put(error)
 
-        is_first = self._comm is self._mpi.COMM_WORLD
+        seconds = self.timeout if self._alive else max(self.timeout, _START_SECONDS)
         threading.Thread(target=meet, name="ppe_ddp-mpi", daemon=True).start()
         try:
-            found = met.get(timeout=None if is_first else self.timeout)
+            found = met.get(timeout=seconds)
         except queue.Empty:
             raise UnusableError(
-                f"{self.name}: MPI has not agreed in {self.timeout:g} s on who is alive: a rank hangs, or is stopped, or "
-                "MPI itself hangs after several deaths at a time. Start again from a checkpoint"
+                f"{self.name}: the ranks have not agreed in {seconds:g} s on who is alive: one hangs or is stopped, or "
+                "MPI hangs after several deaths at a time. Start again from a checkpoint"
             ) from None
         if isinstance(found, BaseException):
             raise found
@@ -403,43 +425,67 @@ class MpiMembership(_ServingMembership):
     def _meet(self, word: dict[str, Any]) -> Quorum:
         while True:
             self._turn += 1
-            comm = self._comm = self._shrunk()
-            told = self._exchanged(comm, [self.name, self._turn, self._place, word])
-            if told is not None:
-                (first, turn, place, _), rank = told[0], comm.Get_rank()
+            self._alive = self._agreed()
+            told = self._exchanged(self._alive, [self.name, self._turn, self._place, word])
+            if told:
+                (first, turn, place, _), rank = told[0], self._alive.index(self._comm.Get_rank())
                 number = f"{first}-{turn}"
-                return Quorum(
-                    number, [name for name, *_ in told], [one[3] for one in told], rank, self._store_at(place, number)
-                )
+                store = self._store_at(place, number)
+                if store is not None:
+                    return Quorum(number, [name for name, *_ in told], [one[3] for one in told], rank, store)
 
-    def _shrunk(self) -> Any:
-        """A communicator of those alive; of those that were started at first, for which no Dup() of MPI's survives."""
-        old = self._comm
-        if old is self._mpi.COMM_WORLD:
-            return old.Shrink()
-        with suppress(self._error):
-            old.Revoke()  # who waits in it leaves
-        comm = old.Shrink()
-        with suppress(self._error):
-            old.Free()
-        return comm
+    def _agreed(self) -> list[int]:
+        """The ranks that are alive, on all of them alike.
 
-    def _exchanged(self, comm: Any, word: list[Any]) -> list[Any] | None:
-        """The words of all; None on every rank where one has died meanwhile."""
-        content, is_there = json.dumps(word).encode(), 1
-        own, everyone = bytearray(_WORD_BYTES), bytearray(_WORD_BYTES * comm.Get_size())
-        own[: len(content)] = content
-        try:
-            comm.Allgather(own, everyone)
-        except self._error:
-            is_there = 0
-            comm.Revoke()
-        try:
-            is_there = comm.Agree(is_there)
-        except self._error:  # of a rank that has died: all see it
-            is_there = 0
-        parts = [everyone[at : at + _WORD_BYTES] for at in range(0, len(everyone), _WORD_BYTES)]
-        return [json.loads(part.rstrip(b"\0")) for part in parts] if is_there else None
+        By MPI's agreement alone: to make a communicator, as ``Dup()`` and ``Shrink()`` do, may crash Open MPI 5.0, or
+        hang, where a rank dies meanwhile.
+        """
+        comm, everyone = self._comm, self._comm.Get_group()
+        size = comm.Get_size()
+        while True:
+            comm.Ack_failed()
+            gone = {*comm.Get_failed().Translate_ranks(group=everyone)}
+            bits = [
+                sum(1 << rank - first for rank in range(first, min(first + _FLAG_BITS, size)) if rank not in gone)
+                for first in range(0, size, _FLAG_BITS)
+            ]
+            try:
+                bits = [comm.Agree(part) for part in bits]
+            except self._error:  # not all knew of one that has died; all have the same error
+                continue
+            return [rank for rank in range(size) if bits[rank // _FLAG_BITS] >> rank % _FLAG_BITS & 1]
+
+    def _exchanged(self, ranks: Sequence[int], word: list[Any]) -> list[Any]:
+        """The words of these ranks, by way of the first; empty where one has died meanwhile.
+
+        Another rank may have them all the same, if the first has died as it told: then it finds nobody to connect to.
+        """
+        comm, first = self._comm, ranks[0]
+        if comm.Get_rank() != first:
+            try:
+                self._send(word, first)
+                return self._received(first)
+            except self._error:
+                return []
+        told = [word]
+        for rank in ranks[1:]:
+            with suppress(self._error):
+                told.append(self._received(rank))
+        for rank in ranks[1:]:
+            with suppress(self._error):
+                self._send(told if len(told) == len(ranks) else [], rank)
+        return told if len(told) == len(ranks) else []
+
+    def _send(self, word: list[Any], rank: int) -> None:
+        self._comm.Send(json.dumps(word).encode(), rank, _TAG + self._turn % _TURNS)
+
+    def _received(self, rank: int) -> list[Any]:
+        tag, status = _TAG + self._turn % _TURNS, self._mpi.Status()
+        self._comm.Probe(rank, tag, status)
+        content = bytearray(status.Get_count(self._mpi.BYTE))
+        self._comm.Recv(content, rank, tag)
+        word: list[Any] = json.loads(content)
+        return word
 
     def is_asked(self) -> bool:
         """See :meth:`Membership.is_asked`."""
@@ -449,5 +495,5 @@ class MpiMembership(_ServingMembership):
         """See :meth:`Membership.leave`."""
         while not all(one.get("ends") for one in self.meet({**word, "ends": True}).words):
             pass
-        if self._comm.Get_size() == self._mpi.COMM_WORLD.Get_size() and not self._mpi.Is_finalized():
+        if len(self._alive) == self._comm.Get_size() and not self._mpi.Is_finalized():
             self._mpi.Finalize()
