@@ -7,6 +7,7 @@ part in each step with which rows has to lead to the same weights. The store is 
 """
 
 import argparse
+import ctypes
 import faulthandler
 import itertools
 import json
@@ -17,7 +18,6 @@ import random
 import select
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +37,10 @@ from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.compression import ErrorFeedback, PowerSGD
 from ppe_ddp.elastic.training import ElasticTraining, _QuorumStore
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
+from ppe_ddp.testing.nodes import Nodes
 
+HUB = "10.0.0.254"
+LEFT_OUT = 3  # the exit code of a replica that others have gone on without
 FORK = multiprocessing.get_context("fork")
 ROWS, BATCH, SECONDS = 1000, 4, 120
 DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -113,6 +116,11 @@ def end_later(seconds, number, log):
     os.close(own)
 
 
+def cut_network():
+    """Cut this node off from all others, for ever."""
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
 def arm(phase, occurrence, after, stop, log):
     """Kill or stop this process where it calls a function for the time of this number; ``any``: in so many ms."""
     if phase == "any":
@@ -125,6 +133,10 @@ def arm(phase, occurrence, after, stop, log):
         nonlocal count
         count += 1
         if count != occurrence:
+            return call(*args, **kwargs)
+        if stop == "cut":
+            log("cut", phase)
+            cut_network()
             return call(*args, **kwargs)
         if after:
             call(*args, **kwargs)
@@ -152,11 +164,28 @@ class Ballast:
         self.content.copy_(state["content"])
 
 
+def enter(words):
+    """Go on in the namespaces of a node, which are named in these words of ``nsenter``, by a child of this process."""
+    libc, folder = ctypes.CDLL(None), os.getcwd()
+    files = [os.open(word.partition("=")[2], os.O_RDONLY) for word in words if word.startswith("--") and "=" in word]
+    assert not any([libc.setns(file, 0) for file in files])
+    child = os.fork()
+    if not child:
+        libc.prctl(1, signal.SIGKILL)  # when its parent has died
+        os.chdir(folder)
+        return
+    while True:  # as the child does
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFEXITED(status):
+            os._exit(os.WEXITSTATUS(status))
+        os.kill(os.getpid(), os.WSTOPSIG(status) if os.WIFSTOPPED(status) else os.WTERMSIG(status))
+
+
 def replica(
-    folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, nodes=1, ballast=(0, 0)
+    folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, node=(), ballast=(0, 0)
 ):
-    if nodes > 1:  # processes that take themselves for those of several nodes do not look at one another
-        socket.gethostname = lambda: f"node{int(name[1:]) % nodes}"
+    if node:
+        enter(node)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
     log = Log(folder, name)
@@ -170,13 +199,18 @@ def replica(
     log("starts", membership.name)
     if fault is not None:
         arm(*fault, log)
+    training = None
     try:
         parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
         training = ElasticTraining(membership, parts, timeout=timeout)
+        log("joined", training.committed, dist.get_world_size())
+        train(training, net, model, optimizer, ballast, raises_at, steps, log)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
-        return
-    log("joined", training.committed, dist.get_world_size())
+        sys.exit(LEFT_OUT if training is not None else 0)
+
+
+def train(training, net, model, optimizer, ballast, raises_at, steps, log):
     for rows in training.batches(ROWS, BATCH, steps):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         optimizer.zero_grad()
@@ -247,13 +281,15 @@ def replica_of_torchft(folder, name, place, size, steps, fault=None, timeout=5.0
     manager.shutdown(wait=False)
 
 
-def serve(connection):
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
+def serve(connection, hub):
+    if hub:
+        enter(hub)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it listens on all interfaces
+    connection.send(f"tcp://{HUB if hub else '127.0.0.1'}:{store.port}")
     connection.recv()
 
 
-def lighthouse(connection):
+def lighthouse(connection, _):
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
@@ -266,19 +302,22 @@ def lighthouse(connection):
 class ElasticJob:
     """The replicas of one run, each started again when it was killed."""
 
-    def __init__(self, folder, *, engine="store", size=4, **options):
+    def __init__(self, folder, *, engine="store", size=4, nodes=None, **options):
+        self.nodes = nodes
         self.folder, self.engine, self.size, self.options = folder, engine, size, options
         self._connection, theirs = FORK.Pipe()
-        server = FORK.Process(target=serve if engine == "store" else lighthouse, args=(theirs,), daemon=True)
+        hub = nodes.entering([]) if nodes is not None else []
+        server = FORK.Process(target=serve if engine == "store" else lighthouse, args=(theirs, hub), daemon=True)
         server.start()
-        told = self._connection.recv()
-        self.place = f"tcp://127.0.0.1:{told}" if engine == "store" else told
+        self.place = self._connection.recv()
         self._server, self.running = server, {}
         self._count = 0
 
     def start(self, fault=None):
         name, self._count = f"r{self._count}", self._count + 1
         options = {**self.options, "fault": fault}
+        if self.nodes is not None:
+            options["node"] = self.nodes.entering([], node=(self._count - 1) % len(self.nodes.names))
         target = replica_of_torchft if self.engine == "torchft" else replica
         process = FORK.Process(
             target=target, name=name, args=(self.folder, name, self.place, self.size), kwargs=options
@@ -411,7 +450,10 @@ def replay(logs, steps):
 
 def check(logs, codes, steps, *, replays=True):
     """What is wrong with a run; empty where nothing is."""
-    if "hangs" in codes or any(code not in (0, -signal.SIGKILL, "late") for code in codes):
+    allowed = {0, -signal.SIGKILL, "late"}
+    if any(entry[0] in ("cut", "stopped") for log in logs.values() for entry in log):
+        allowed.add(LEFT_OUT)
+    if not allowed.issuperset(codes):
         return f"exit codes {codes}"
     ends = [entry[2:] for log in logs.values() for entry in log if entry[0] == "ends"]
     if not ends:
@@ -436,10 +478,10 @@ def delays(logs):
     for log in logs.values():
         own = next((entry[2] for entry in log if entry[0] == "starts"), "")
         for what, at, *rest in log:
-            if what in ("killed", "stopped"):
+            if what in ("killed", "stopped", "cut"):
                 most = max((count for moment, count in commits if moment <= at and isinstance(count, int)), default=0)
                 after = (moment - at for moment, members in commits if moment > at and is_without(members, own, most))
-                found.append((rest[0] if what == "killed" else "stopped", next(after, None)))
+                found.append((rest[0] if what == "killed" else what, next(after, None)))
     return found
 
 
@@ -462,8 +504,8 @@ def is_without(members, own, most):
     return own not in members if isinstance(members, list) else members < most
 
 
-def faults_of(seed, steps, size):
-    """One fault or two, which replica has them, and where."""
+def faults_of(seed, steps, size, nodes=None):
+    """One fault or two, which replica has them, and where; on nodes, the network of a node may be cut instead."""
     rng = random.Random(seed)
     faults = {}
     for victim in rng.sample(range(size), rng.choice([1, 1, 1, 2])):
@@ -473,6 +515,9 @@ def faults_of(seed, steps, size):
         occurrence = rng.randrange(1, 12) if phase == "address" else occurrence
         occurrence = rng.randrange(3000) if phase == "any" else occurrence
         faults[victim] = phase, occurrence, rng.random() < 0.5, rng.random() < 0.1
+    if nodes is not None and rng.random() < 0.2:
+        phase = rng.choice(["forward", "mask", "bucket", "vote", "commit", "hand over", "optimizer"])
+        return {rng.randrange(size): (phase, rng.randrange(1, steps), False, "cut")}
     return faults
 
 
@@ -508,7 +553,8 @@ def main():
     found, bad = {}, []
     for seed in range(int(first), int(last or int(first) + 1)):
         folder = tempfile.mkdtemp(prefix="elastic_")
-        faults = options.faults or faults_of(seed, options.steps, options.size)
+        nodes = Nodes(options.nodes) if options.nodes > 1 else None
+        faults = options.faults or faults_of(seed, options.steps, options.size, nodes)
         faults = {int(place): fault for place, fault in faults.items()}
         if options.engine == "mpi":
             codes = run_mpi(folder, faults, options.steps, options.size)
@@ -518,10 +564,13 @@ def main():
                 "compressor": compressor,
                 "raises_at": options.raises_at,
                 "timeout": options.timeout,
-                "nodes": options.nodes,
+                "nodes": nodes,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
-            codes = job.run(faults, restarts=not options.no_restarts)
+            is_cut = any(fault[3] == "cut" for fault in faults.values())
+            codes = job.run(faults, restarts=not options.no_restarts and not is_cut)
+        if nodes is not None:
+            nodes.close()
         logs = read(folder)
         print(end=f"{seed} ", file=sys.stderr, flush=True)
         wrong = check(logs, codes, options.steps, replays=not (options.compressed or options.engine == "torchft"))

@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -142,6 +144,31 @@ def test_one_alone(lone):
         optimizer.step()
     assert training.committed == 5
     assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+def test_a_store_that_is_silent_is_not_waited_for():
+    connection, theirs = elastic_program.FORK.Pipe()
+    server = elastic_program.FORK.Process(target=elastic_program.serve, args=(theirs, []), daemon=True)
+    server.start()
+    membership = elastic.StoreMembership(connection.recv(), timeout=2.0)
+    word, found = {"committed": -1, "ready": False}, []
+    membership.meet(word)
+
+    def meet():
+        with pytest.raises(ppe_ddp.CommunicationError, match="does not answer"):
+            membership.meet(word)
+        membership.leave(word)
+        found.append("is told")
+
+    try:
+        os.kill(server.pid, signal.SIGSTOP)
+        meets = threading.Thread(target=meet, daemon=True)
+        meets.start()
+        meets.join(30)
+    finally:
+        server.kill()
+        torch.distributed.destroy_process_group()
+    assert found
 
 
 class _Gone(elastic_program.dist.Store):

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _NAP = 0.002  # seconds between looks at a store, while others come
+_JOIN_SECONDS = 5.0
 _BEAT = 0.2  # seconds between signs of life
 _FLAG_BITS = 31  # of what MPI agrees on at a time
 _START_SECONDS = 600.0
@@ -129,7 +130,7 @@ class Repeated:
     def end(self) -> None:
         """Call it no more."""
         self._ends.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)  # it may be in a store that does not answer any more
 
 
 class StoreMembership(Membership):
@@ -154,6 +155,7 @@ class StoreMembership(Membership):
         self._place = place.hostname, place.port
         self._size, self._silence = size, silence
         self._store = self._connect()
+        self._bounded = BoundedStore(self._store, timeout)  # a TCPStore answers some calls late, or never
         self._epoch = 0
         self._members: list[tuple[str, dict[str, Any]]] = []  # of the last quorum
         self._is_member = False
@@ -187,14 +189,14 @@ class StoreMembership(Membership):
     def _next_members(self, word: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """Come to the next quorum; its members, this process among them or not."""
         before, self._epoch = self._members, self._epoch + 1
-        self._come = Reports(BoundedStore(self._store, self.timeout), f"come/{self._epoch}")
+        self._come = Reports(self._bounded, f"come/{self._epoch}")
         key, since = f"members/{self._epoch}", time.monotonic()
-        if not self._store.check([key]):
+        if not self._is_written(key):
             self._come.append(json.dumps([self.name, word]))
         seen = PeerProcesses(-1, own_address(), [one.get("process") for _, one in before])
 
         def is_decided() -> bool:
-            if self._store.check([key]):
+            if self._is_written(key):
                 return True
             come = dict(json.loads(text) for text in self._come.look())
             old = [name for name, _ in before]
@@ -202,27 +204,32 @@ class StoreMembership(Membership):
             gone = [old[rank] for rank in seen.lost()]
             gone += self.silent([name for rank, name in enumerate(old) if rank not in here])
             left = [name for name in old if name not in come and name not in gone]
-            left = [name for name in left if not self._store.check([f"left/{name}"])]
+            left = [name for name in left if not self._is_written(f"left/{name}")]
             is_late = self._is_member and time.monotonic() - since > self.timeout
             if (left and not is_late) or (not old and len(come) < self._size):
                 return False
-            if old and not come.keys() & set(old) and self._store.check([f"left/{name}" for name in old]):
+            if old and not come.keys() & set(old) and self._is_written(*(f"left/{name}" for name in old)):
                 raise UnusableError(f"{self.name}: the training that this process wanted to join has ended")
             order = [*(name for name in old if name in come), *(name for name in come if name not in old)]
-            self._store.compare_set(key, "", json.dumps([[name, come[name]] for name in order]))
+            members = json.dumps([[name, come[name]] for name in order])
+            self._bounded.do(lambda store: store.compare_set(key, "", members))
             return True
 
         while not wait_for(is_decided, self.timeout):
             pass  # for others to join, or to come: as long as they live
-        self._members = [(name, one) for name, one in json.loads(self._store.get(key))]
-        self._come = Reports(BoundedStore(self._store, self.timeout), f"come/{self._epoch + 1}")
+        self._members = [(name, one) for name, one in json.loads(self._bounded.do(lambda store: store.get(key)))]
+        self._come = Reports(self._bounded, f"come/{self._epoch + 1}")
         return self._members
+
+    def _is_written(self, *keys: str) -> bool:
+        return self._bounded.do(lambda store: store.check(keys))
 
     def silent(self, names: Sequence[str]) -> Sequence[str]:
         """See :meth:`Membership.silent`."""
         return [name for name in names if self._is_silent(name)]
 
     def _is_silent(self, name: str) -> bool:
+        # Not by the thread that calls stores, which may be the one that asks, while ranks connect.
         beat, now = self._store.add(f"beat/{name}", 0), time.monotonic()
         last, since = self._known.get(name, (-1, now))
         if beat != last:
@@ -244,7 +251,7 @@ class StoreMembership(Membership):
         if self._beats is not None:
             self._beats.end()
         with suppress(RuntimeError):
-            self._store.set(f"left/{self.name}", "")
+            self._bounded.do(lambda store: store.set(f"left/{self.name}", ""))
 
 
 class _ServingMembership(Membership):
