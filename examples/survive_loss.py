@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SIZE = 4
+# Open MPI refuses to run more ranks than cores, or as root, unless it is told to.
+OPEN_MPI = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 
 def membership_of(place: str) -> elastic.Membership:
@@ -88,7 +94,10 @@ class Replicas:
         self.folder, self.restarts = options.folder, place != "mpi"
         mpirun = shutil.which("mpirun", path=Path(sys.executable).parent) or "mpirun"
         launch = [mpirun, "--with-ft", "ulfm", "-n", str(SIZE)] if place == "mpi" else []
-        self.running = [subprocess.Popen([*launch, *self.command]) for _ in range(1 if launch else SIZE)]
+        self.running = [
+            subprocess.Popen([*launch, *self.command], env={**OPEN_MPI, **os.environ} if launch else None)
+            for _ in range(1 if launch else SIZE)
+        ]
         self.kills = 0
 
     def pids(self) -> list[int]:

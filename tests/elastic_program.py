@@ -538,6 +538,8 @@ def main():
     parser.add_argument("--ballast", type=float, nargs=2, default=(0, 0), help="MB of state, seconds of each step")
     options = parser.parse_args()
     ballast = (int(options.ballast[0]), options.ballast[1])
+    if not options.mpi:
+        optimizer_of(network())  # what that imports takes two seconds, which each replica would need after its fork
     if options.kill_every:
         folder = tempfile.mkdtemp(prefix="elastic_")
         job = ElasticJob(folder, engine=options.engine, size=options.size, steps=10**9, timeout=3.0, ballast=ballast)

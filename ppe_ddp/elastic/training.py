@@ -387,11 +387,13 @@ class ElasticTraining:
             torch.save({"parts": parts, "random": random_states(), "memory": self._memory.common()}, buffer)
         length = torch.tensor([buffer.tell()])
         self._broadcast(length, source)
-        content = torch.frombuffer(bytearray(buffer.getvalue() or bytes(int(length))), dtype=torch.uint8)
+        # Neither is copied: it may be most of this process's memory.
+        sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8) if quorum.rank == source else None
+        content = torch.empty(int(length), dtype=torch.uint8) if sent is None else sent
         self._broadcast(content, source)
         if committed[quorum.rank] >= 0 or quorum.rank == source:
             return
-        state = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+        state = torch.load(io.BytesIO(content.numpy().data), weights_only=True)
         for name, part in self._parts.items():
             part.load_state_dict(state["parts"][name])
         self._memory.take(state["memory"])
