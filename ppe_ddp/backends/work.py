@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import deque
+from collections.abc import Generator
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.errors import CommunicationError, DisagreementError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import InFlight, paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -401,3 +403,151 @@ def combined(works: Sequence[Work], waits: Waits) -> Work:
     whole = Work(what, waits, poll, absent=absent, message=messages[0] if messages else None)
     whole.outputs = [work.result() for work in works]
     return whole
+
+
+# ---------------------------------------------------------------------- calls of a wire
+
+Steps = Generator[InFlight, None, None]
+"""Begins a call of the wire, yields it, and is resumed when it is done."""
+
+
+class WireCall:
+    """A collective by a wire: advances from step to step as its calls are done.
+
+    Args:
+        what: The collective, for errors.
+        waits: Of the group.
+        steps: What is done.
+        is_queued: Whether a queue advances it, and not who looks at it.
+    """
+
+    def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
+        self.what = what
+        self.is_done = False
+        self._is_queued = is_queued
+        self._waits = waits
+        self._steps = steps
+        self._lock = threading.RLock()  # giving the group up ends this call in the middle of its advance
+        self._current: InFlight | None = None
+        self._error: BaseException | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin its first step; raises what is wrong with the arguments."""
+        with torch.no_grad():
+            self._current = next(self._steps)
+
+    def advance(self) -> bool:
+        """Go on as far as what is done lets it; whether it is over."""
+        with self._lock:
+            try:
+                while not self.is_done and (self._current is None or self._current.done()):
+                    self.start()
+            except StopIteration:
+                self._end(None)
+            except BaseException as error:
+                # whatever it was, the ranks are out of step here
+                reason = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+                self._end(self._waits.error(self.what, reason))
+                self._error = self._waits.failed(self.what, reason)
+                if not isinstance(error, Exception):
+                    raise
+        return self.is_done
+
+    def fail(self) -> None:
+        """End it, as the group was given up; the wire keeps the memory of what is under way."""
+        with self._lock:
+            if not self.is_done:
+                self._end(self._waits.error(self.what, self._waits.failure))
+
+    def poll(self) -> bool:
+        """Whether it has ended well."""
+        is_done = self.is_done if self._is_queued else self.advance()
+        if self._error is not None:
+            raise self._error
+        return is_done
+
+    def block(self) -> None:
+        """Give the core to the threads of the wire."""
+        current = self._current
+        if current is not None:
+            current.block()
+
+    def tell_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when it is over."""
+        self._at_end = call
+        ask = getattr(self._current, "tell_end", None)  # where the wire has threads, which see it sooner
+        if ask is not None:
+            ask(call)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._current = error, None
+        self._steps.close()
+        self.is_done = True
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
+
+
+class CallSet:
+    """The calls of a wire whose threads move them: all under way at a time, looked at by who waits for them."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[WireCall] = deque()
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: WireCall) -> None:
+        """Begin a call at once."""
+        call.start()
+        while self._calls and self._calls[0].is_done:
+            self._calls.popleft()
+        self._calls.append(call)
+
+    def is_empty(self) -> bool:
+        """True: the wire ends what is under way by itself."""
+        return True
+
+    def _fail_all(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.advance():
+                call.fail()
+
+
+class CallQueue:
+    """The calls of a wire that moves only in this process's calls: one after another, so that all ranks have one order.
+
+    Each goes on in every call of a backend, on any group: no call waits inside MPI.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[WireCall] = deque()
+        self._progress = progress_engine(os.getpid())
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: WireCall) -> None:
+        """Begin a call as soon as those before it are over."""
+        with self._progress.lock:
+            self._calls.append(call)
+            self._progress.add(self)
+        self._progress.progress()
+
+    def is_empty(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._calls
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether nothing is left to do or to wait for."""
+        while self._calls:
+            if not self._calls[0].advance():
+                return False
+            if self._calls:  # a failure has ended all
+                self._calls.popleft()
+        return True
+
+    def _fail_all(self) -> None:
+        with self._progress.lock:
+            while self._calls:
+                self._calls.popleft().fail()

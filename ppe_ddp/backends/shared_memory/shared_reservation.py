@@ -193,18 +193,15 @@ def _made(_pid: int) -> SharedMemory:
 class ControlPage:
     """The page of one rank for one group; made before that rank can know that this one has all it needs, and leave.
 
-    Args:
+    Attributes:
         space: The reservation of that rank.
         position: Where the page begins in it.
-
-    Attributes:
-        position: The same.
         words: What the rank shows, as int64; zeros at first. Only that rank writes there.
     """
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
-        self.position = position
+        self.space, self.position = space, position
         self.words = page[_LIFE_WORDS:]
         self._life = page[:1]
         self._first_seen = self._life[0]

@@ -33,7 +33,6 @@ from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
@@ -110,7 +109,7 @@ class SharedLink:
         waits: How to wait for other ranks.
         progress: Advances the group's collectives whenever this process calls any backend.
         join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
-            it together, for one slice after another. None where nodes cannot be joined.
+            it together, for one slice after another.
     """
 
     rank: int
@@ -118,26 +117,7 @@ class SharedLink:
     all_gather: Callable[[bytes], list[bytes]]
     waits: Waits
     progress: ProgressEngine
-    join: Callable[[int, Sequence[int]], Wire] | None = None
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The ranks of this node, and what joins it with the others.
-
-    Attributes:
-        layout: Which ranks those are.
-        spaces: Their reservations.
-        controls: Their control pages.
-        links: To the other nodes, one for each slice that this rank owns.
-        links_of_callers: Others, which end with these.
-    """
-
-    layout: NodeLayout
-    spaces: Sequence[mmap.mmap]
-    controls: Sequence[ControlPage]
-    links: Sequence[Wire]
-    links_of_callers: Sequence[Wire]
+    join: Callable[[int, Sequence[int]], Wire]
 
 
 class StepQueue:
@@ -146,19 +126,28 @@ class StepQueue:
     Args:
         link: The ranks of the group.
         memory: The reservation of this process.
-        peers: The ranks of this node.
+        layout: The nodes.
+        pages: The control pages of the ranks of this node.
         piece_bytes: No step brings more; the same on every rank.
+
+    Attributes:
+        links_of_callers: To the other nodes, one for each slice that this rank owns. The group's own collectives have
+            others, which other ranks may begin at other moments.
     """
 
-    def __init__(self, link: SharedLink, memory: SharedMemory, peers: Peers, piece_bytes: int) -> None:
-        self._layout, self._links = peers.layout, peers.links
-        self._all_links = [*peers.links, *peers.links_of_callers]
-        self._rank, self._size = peers.layout.local_rank, len(peers.layout.local)
+    def __init__(
+        self, link: SharedLink, memory: SharedMemory, layout: NodeLayout, pages: Sequence[ControlPage], piece_bytes: int
+    ) -> None:
+        self._layout = layout
+        own = layout.own_slices if len(layout.nodes) > 1 else range(0)
+        self._links = [link.join(index, layout.owners(index)) for index in own]
+        self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
+        self._rank, self._size = layout.local_rank, len(layout.local)
         self._waits = link.waits
         self._progress = link.progress
         self._memory = memory
-        self._spaces = peers.spaces
-        self._controls = [page.words for page in peers.controls]
+        self._spaces = [page.space for page in pages]
+        self._controls = [page.words for page in pages]
         self._own = self._controls[self._rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
@@ -262,7 +251,7 @@ class StepQueue:
 
     def close_links(self) -> None:
         """End the connections with other nodes; what is still under way there is given up."""
-        for link in self._all_links:
+        for link in (*self._links, *self.links_of_callers):
             link.give_up() if self._crossing else link.close()
 
     def _is_left_behind(self, last: int) -> bool:
@@ -308,7 +297,7 @@ class StepQueue:
             self._crossing.clear()
             self._own[_CLOSED] = 1
             self._progress.fence()
-        for link in self._all_links:
+        for link in (*self._links, *self.links_of_callers):
             link.give_up()
 
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:
