@@ -45,8 +45,6 @@ class Collectives:
 
     Args:
         wire: Joins the ranks.
-        rank: This one.
-        waits: How to wait for them.
         memory: Where the wire reads and writes tensors.
         direct_bytes: All-reduces and all-gathers of up to so many bytes by the wire are sent from each rank to each at
             once, and added up when they have come.
@@ -71,11 +69,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Work:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
 
-        Args:
-            tensor: Changed in place.
-            op: The operation.
-            source: Of a sum, the only node on which ``tensor`` is not zero, where that is known; its number in
-                :attr:`SharedMemoryGroup.nodes`.
+        ``source`` is, of a sum, the only one of :attr:`SharedMemoryGroup.nodes` whose tensors are not zero, if known.
         """
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor)
@@ -110,13 +104,13 @@ class Collectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        self._arguments.check_all_gather(output, tensor)
+        self._arguments.check_whole("an all-gather", tensor, output)
         result = self._memory.output(output)
         return self._all_gather(result, self._memory.input(tensor), partial(self._memory.copy_back, output, result))
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._arguments.check_all_gather_list(outputs, tensor)
+        self._arguments.check_parts("an all-gather", tensor, outputs)
         host, result, counts = self._memory.input(tensor), self._memory.flat(outputs), _sizes(outputs)
         home = partial(unpack, result, outputs)
         if len(set(counts)) == 1:
@@ -126,7 +120,7 @@ class Collectives:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Work:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        self._arguments.check_reduce_scatter(output, tensor)
+        self._arguments.check_whole("a reduce-scatter", output, tensor)
         reduction = reduction_of(tensor.dtype, op.op, FOLDED)
         host, result = self._memory.input(tensor), self._memory.output(output)
         if self.shared is not None:
@@ -139,7 +133,7 @@ class Collectives:
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._arguments.check_reduce_scatter_list(output, tensors)
+        self._arguments.check_parts("a reduce-scatter", output, tensors)
         reduction = reduction_of(output.dtype, op.op, FOLDED)
         flat, counts = self._memory.packed(tensors), [tensor.numel() for tensor in tensors]
         return self._begin("reduce_scatter", self._reduce_scatter(output, flat, reduction, counts))
@@ -149,11 +143,7 @@ class Collectives:
     ) -> Work:
         """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
 
-        Args:
-            output: Changed in place.
-            tensor: Of the same dtype, and of the same shape after dimension 0.
-            output_splits: How many rows come from each rank; empty for equal parts.
-            input_splits: How many rows go to each rank; empty for equal parts.
+        Both have one dtype, and one shape after dimension 0. The splits are rows a rank; empty for equal parts.
         """
         check_dtypes(output, tensor)
         host, result = self._memory.input(tensor), self._memory.output(output)

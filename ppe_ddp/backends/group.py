@@ -16,7 +16,8 @@ import os
 import weakref
 from itertools import repeat, starmap
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
@@ -50,19 +51,12 @@ DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other 
 SUM = ReduceOp(ReduceOp.SUM)
 
 
-class _GroupOptions:
-    """The options of a group, as torch and this library read them from ``_get_backend(device).options``."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-
 class PythonGroup(ProcessGroup):
     """The identity of a group that torch.distributed made by a Python creator.
 
     Args:
         rank: This rank in the group.
-        size: How many ranks the group has.
+        size: How many ranks it has.
         arguments: torch's ``_DistributedBackendOptions``.
         backend_name: The name that the backend is registered under.
         device_types: Whose tensors the group takes, such as ``("cpu", "cuda")``.
@@ -82,13 +76,11 @@ class PythonGroup(ProcessGroup):
     supports_coalescing = True
     supports_time_estimate = False
 
-    def getBackendName(self) -> str:
-        """The name that the backend is registered under."""
-        return self._backend_name
-
     def name(self) -> str:
         """The name that the backend is registered under."""
         return self._backend_name
+
+    getBackendName = name
 
     def get_group_store(self) -> Any:
         """The store that the ranks of this group share."""
@@ -117,9 +109,9 @@ class PythonGroup(ProcessGroup):
         return [device(kind) for kind in self._types] if is_registered(self) else []
 
     @property
-    def options(self) -> _GroupOptions:
-        """The group's timeout, where torch's own backends have it."""
-        return _GroupOptions(self._timeout)
+    def options(self) -> SimpleNamespace:
+        """The group's timeout, where torch's own backends have it: ``_get_backend(device).options``."""
+        return SimpleNamespace(_timeout=self._timeout)
 
     def _get_backend(self, _device: device) -> Any:
         return self
@@ -156,14 +148,7 @@ class CollectiveGroup(PythonGroup):
     _over: Any
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
-        """Make some calls of a collective, together.
-
-        Args:
-            what: Its name, for errors.
-            call: The method of ``_over``.
-            rows: The arguments of each call.
-            result: What the Work's ``result()`` and future give.
-        """
+        """Make calls of ``what``, a method of ``_over`` with each of ``rows``, together; the Work gives ``result``."""
         raise NotImplementedError  # an abstract class would need another metaclass than torch's
 
     def allreduce(
@@ -265,13 +250,8 @@ class CollectiveGroup(PythonGroup):
 class PendingGroup(CollectiveGroup):
     """A group over a wire, of which a subclass calls :meth:`_connect` and defines the end.
 
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        options: What it is made with, for groups that shall be like it.
-        keys: What this rank has written to the store of the group.
-        backend_name: The name that the backend is registered under.
-        transport: For errors.
-        device_types: Whose tensors the group takes.
+    ``pg_options`` is what it was made with, for groups that shall be like it; ``keys`` what this rank has written to
+    the store of the group.
     """
 
     _over: Collectives
@@ -317,12 +297,8 @@ class PendingGroup(CollectiveGroup):
         self._shared = self._over.shared = SharedMemoryGroup(
             link, self.pg_options, is_enabled=is_enabled, two_level_bytes=two_level_bytes
         )
-
-    def compare_collectives_if_asked(self, store: WrittenKeys) -> None:
-        """Compare every collective across the ranks before it runs, where the user wants it; on all ranks together."""
         if compares_collectives():
-            progress = progress_engine(os.getpid())
-            self._comparison = CollectiveComparison(store, self.rank(), self.size(), self._waits, progress)
+            self._comparison = CollectiveComparison(self._keys.under("calls"), rank, wire.size, waits)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
@@ -471,22 +447,14 @@ def _root_of(opts: Any) -> int:
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
-class Ending(Protocol):
-    """Connections that can be ended."""
-
-    def end(self) -> None:
-        """End now what can be ended without waiting for other ranks."""
-        ...
-
-
 @functools.cache
-def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
-    """The set of objects that this process ends when Python exits, held weakly."""
-    alive: weakref.WeakSet[Ending] = weakref.WeakSet()
-    atexit.register(_end_all, alive)
+def ended_at_exit(_pid: int) -> weakref.WeakSet[Any]:
+    """The objects whose ``end()`` this process calls when Python exits, held weakly; it waits for no other rank."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def end_all() -> None:
+        for each in list(alive):
+            each.end()
+
+    atexit.register(end_all)
     return alive
-
-
-def _end_all(alive: Iterable[Ending]) -> None:
-    for each in list(alive):
-        each.end()

@@ -264,11 +264,7 @@ def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
 
 
 def nccl_options(arguments: Any) -> Any:
-    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-    """
+    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = arguments.timeout
     options.group_name = arguments.group_id

@@ -25,7 +25,7 @@ from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import PrefixStore, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError, DisagreementError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import each_process, paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +45,7 @@ SILENT = "the store that the ranks share does not answer: the process that serve
 
 
 class WrittenKeys:
-    """A store, or a part of it, and the keys that this rank has written there.
-
-    Args:
-        store: Of torch.distributed.
-    """
+    """A store, or a part of it, and the keys that this rank has written there."""
 
     def __init__(self, store: Store) -> None:
         self._whole = store
@@ -126,7 +122,6 @@ class BoundedStore:
     """Calls one store.
 
     Args:
-        store: Of torch.distributed, or the keys in one.
         seconds: How long to wait for an answer, unless the call says otherwise.
     """
 
@@ -140,7 +135,7 @@ class BoundedStore:
         Raises:
             CommunicationError: The store does not answer.
         """
-        return _caller(os.getpid()).result(functools.partial(calls, self._store), seconds or self._seconds)
+        return _caller().result(functools.partial(calls, self._store), seconds or self._seconds)
 
     def delete_all(self) -> None:
         """Delete what this rank has written, which no rank reads any more; not all of it where nobody answers."""
@@ -153,10 +148,6 @@ class Reports:
 
     A look asks for their number alone, and reads those that are new. The store counts a text before it is written, so
     that of a rank which dies in between there is none.
-
-    Args:
-        store: Shared by the ranks.
-        key: Of the list.
     """
 
     def __init__(self, store: BoundedStore, key: str) -> None:
@@ -231,9 +222,7 @@ class _StoreCall:
         self.is_done.set()
 
 
-@functools.cache
-def _caller(_pid: int) -> _Caller:
-    return _Caller()
+_caller = each_process(_Caller)
 
 
 class MeetingOutcome(NamedTuple):
@@ -259,10 +248,7 @@ class Meeting:
     speaks first decides for all.
 
     Args:
-        store: Shared by the ranks.
         name: New, and the same on every rank.
-        rank: This one.
-        size: How many there are.
         next_place: Gives a place in an order of meetings; called once all have come, by one rank.
     """
 

@@ -41,14 +41,10 @@ _PATIENCE_SECONDS = 0.005
 class Waits:
     """The waits of one group, whose ranks tell each other by a word in their store that one has given it up.
 
-    Args:
-        store: Of these ranks alone, and of this group alone.
-        rank: This process in the group.
+    Attributes:
         place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
         timeout: How long a wait may take, in seconds.
         transport: For errors.
-
-    Attributes:
         failure: Why the group cannot be used any more; empty while it can.
         at_failure: Called when the group is given up.
         ended_ranks: The ranks whose processes have ended, as far as can be seen.
@@ -230,7 +226,6 @@ class Work(PythonWork):
 
     Args:
         what: The call, for errors.
-        waits: Of its group.
         poll: Whether it has ended well; raises where it has failed.
         absent: The ranks that it waits for, as far as is known.
         block: Gives the core to the threads of a transport that move it, for a moment; None where only calls do.
@@ -415,8 +410,6 @@ class WireCall:
     """A collective by a wire: advances from step to step as its calls are done.
 
     Args:
-        what: The collective, for errors.
-        waits: Of the group.
         steps: What is done.
         is_queued: Whether a queue advances it, and not who looks at it.
     """

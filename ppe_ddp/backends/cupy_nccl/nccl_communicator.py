@@ -65,16 +65,7 @@ class Communicator:
 
 
 class Communicators:
-    """The communicators of one process group on this rank.
-
-    Args:
-        library: ``cupy.cuda.nccl``.
-        device: What the tensors are on.
-        store: What the ranks of the group, and no others, share.
-        rank: This rank in the group.
-        place: Who and where, for errors.
-        timeout: How long a rank waits for the others to come, in seconds.
-    """
+    """The communicators of one process group on this rank."""
 
     def __init__(self, library: Any, device: CudaDevice, store: Any, rank: int, place: str, timeout: float) -> None:
         self._library = library
@@ -288,13 +279,13 @@ class NcclCollectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> PreparedCalls:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        self._arguments.check_all_gather(output, tensor)
+        self._arguments.check_whole("an all-gather", tensor, output)
         part, source = PreparedCalls(), _readable(tensor)
         return part.call("allGather", (source, part.output(output)), source.nbytes, BYTE)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PreparedCalls:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._arguments.check_all_gather_list(outputs, tensor)
+        self._arguments.check_parts("an all-gather", tensor, outputs)
         if _are_even(outputs):
             flat = _flat_for(outputs)
             part = self.all_gather(flat, tensor)
@@ -311,13 +302,13 @@ class NcclCollectives:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> PreparedCalls:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        self._arguments.check_reduce_scatter(output, tensor)
+        self._arguments.check_whole("a reduce-scatter", output, tensor)
         part, (source, total, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         return part.call("reduceScatter", (source, part.output(output)), total // self.size, *numbers)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> PreparedCalls:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._arguments.check_reduce_scatter_list(output, tensors)
+        self._arguments.check_parts("a reduce-scatter", output, tensors)
         if _are_even(tensors):
             return self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
         part = PreparedCalls()

@@ -46,12 +46,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
-    """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        library: ``cupy.cuda.nccl``.
-    """
+    """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU."""
     makers = {
         "cuda": lambda: NcclGroup(arguments, library, CudaDevice()),
         "cpu": lambda: group_over("gloo", arguments),
@@ -69,11 +64,6 @@ class NcclGroup(CollectiveGroup):
     A message between two ranks is on a communicator and a stream of those two, one for each direction, so that
     messages and collectives do not wait for one another. The first between two ranks leaves at its ``wait()``, or at
     the next collective, since both must be there to connect; later ones leave at once. Tags are not looked at.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        library: ``cupy.cuda.nccl``.
-        nccl_device: What the tensors are on.
 
     Raises from any collective:
         CommunicationError: NCCL reports an error, a rank did not come, or an earlier call did not end in time.
@@ -245,7 +235,6 @@ class NcclOperation:
 
     Args:
         what: Who, where and which call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
-        check: Raises where the group has failed.
 
     Attributes:
         parts: What is to be called, on which communicators; empty once it was.
@@ -298,10 +287,6 @@ class NcclWork(PythonWork):
     """A collective or message on its way on the device.
 
     Args:
-        operation: The calls, perhaps among others.
-        device: See :class:`~ppe_ddp.backends.cuda_device.CudaDevice`.
-        index: The number of the device.
-        result: The output tensors.
         blocks: ``wait()`` keeps the host until it is over, as a barrier does.
         source: Whom a message comes from, as a rank of the group; -1 for anything else.
     """
@@ -400,9 +385,6 @@ class Watchdog:
     no step is computed with those numbers in between.
 
     Args:
-        communicators: The group's.
-        place: Who and where, for errors.
-        timeout: How long a call may take, in seconds.
         calls: Held by whoever is about to call NCCL.
     """
 

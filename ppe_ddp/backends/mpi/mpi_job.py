@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import io
 import ipaddress
 import json
@@ -24,7 +23,7 @@ from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import progress_engine
+from ppe_ddp.waiting import each_process, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,14 +109,12 @@ def install_job_hooks(*, together: bool = False) -> None:
     Args:
         together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
     """
-    job = _job(os.getpid())
+    job = _job_hooks()
     if together:
         job.prepare_exit_barrier()
 
 
-@functools.cache
-def _job(pid: int) -> _JobHooks:
-    return _JobHooks()
+_job_hooks = each_process(_JobHooks)
 
 
 def _abort(code: int = 1) -> None:

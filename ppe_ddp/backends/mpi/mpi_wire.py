@@ -59,12 +59,7 @@ Call = list[Any]
 
 
 class MpiCall:
-    """What MPI has under way.
-
-    Args:
-        request: MPI's handle.
-        memory: What MPI reads or writes; kept alive until it is done.
-    """
+    """What MPI has under way."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
         self.request = request
@@ -86,7 +81,6 @@ class MpiMessage:
 
     Args:
         start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
-        memory: What MPI reads or writes; kept alive until it is done.
     """
 
     def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
@@ -120,7 +114,6 @@ class MpiWire:
     """See :class:`~ppe_ddp.backends.wire.Wire`.
 
     Args:
-        comm: A communicator of the ranks, in order.
         piece_bytes: In pieces of which size large collectives are begun one after another, so that they stay in the
             cache; 0 as a whole.
 
@@ -208,11 +201,7 @@ class MpiWire:
         return [[_written(word) for word in call] for call in list(self._last)[len(self._last) - missing :]]
 
     def make_up(self, calls: Mapping[int, Call]) -> MpiCall:
-        """Begin a collective that this rank has not come to, with numbers that mean nothing.
-
-        Args:
-            calls: Of the ranks that have begun it; they belong to one collective.
-        """
+        """Begin a collective that this rank has not come to, with numbers that mean nothing."""
         name, *words = next(iter(calls.values()))
         if name == "all_to_all":
             receiving, sending = (
@@ -271,12 +260,7 @@ def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callab
 
 
 def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
-    """Bring what is under way in a communicator to its end and free it.
-
-    Args:
-        wire: Over the communicator.
-        begun: By its ranks, what each has begun that not all have.
-    """
+    """Bring what is under way in a communicator to its end and free it."""
     progress = progress_engine(os.getpid())
     steps = [
         {rank: calls[step] for rank, calls in enumerate(begun) if step < len(calls)}
@@ -314,13 +298,7 @@ def _fit(calls: Sequence[Call]) -> bool:
 
 
 def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
-    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other.
-
-    Args:
-        comm: The communicator.
-        ranks: In ``comm``.
-        tag: Keeps apart those that are made at the same time.
-    """
+    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other."""
     everyone = comm.Get_group()
     members = everyone.Incl(list(ranks))
     try:

@@ -96,11 +96,7 @@ class SliceLink:
     """Messages among the owners of a slice, of which each is on another node; under way until they are waited for.
 
     Args:
-        wire: Joins them.
         ranks: Theirs in the group.
-        rank: This one.
-        waits: Of the group.
-        progress: Advances the messages.
 
     Attributes:
         size: How many there are: the number of nodes.

@@ -59,8 +59,6 @@ class SharedMemoryGroup:
     Every rank makes it together.
 
     Args:
-        link: The ranks of the group.
-        options: Of the group: which collectives come here; the same on every rank.
         is_enabled: Whether any does.
         two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
 

@@ -17,7 +17,6 @@ In a control page of each rank for each group the others see how far it has come
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import mmap
 import os
@@ -32,6 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from ppe_ddp.waiting import each_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,17 +177,13 @@ def reservation_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES"), _ADDRESS_SPACE // ranks // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+@each_process
 def shared_memory() -> SharedMemory:
     """The reservation of this process.
 
     Raises:
         OSError: The system has none, or allows this process none (not Linux, a limit on address space).
     """
-    return _made(os.getpid())
-
-
-@functools.cache
-def _made(_pid: int) -> SharedMemory:
     return SharedMemory()
 
 
@@ -221,11 +218,7 @@ class ControlPage:
 
 
 class ControlPages:
-    """The control pages of this process.
-
-    Args:
-        memory: The reservation that they lie in.
-    """
+    """The control pages of this process, in its reservation ``memory``."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -253,13 +246,7 @@ class ControlPages:
         self._left.append((position, ()))
 
     def leave_with(self, user: object, own: int, pages: Sequence[ControlPage]) -> None:
-        """Leave a group as soon as ``user`` is no more.
-
-        Args:
-            user: What looks at the pages.
-            own: Which of the pages is this rank's.
-            pages: Of all ranks of this node.
-        """
+        """Leave a group as soon as ``user`` is no more."""
         weakref.finalize(user, self._leave, own, pages).atexit = False
 
     def _leave(self, own: int, pages: Sequence[ControlPage]) -> None:
@@ -268,17 +255,9 @@ class ControlPages:
             self._left.append((pages[own].position, pages))
 
 
+@each_process
 def control_pages() -> ControlPages:
-    """Those of this process.
-
-    Raises:
-        OSError: It has no reservation.
-    """
-    return _pages_of(os.getpid())
-
-
-@functools.cache
-def _pages_of(_pid: int) -> ControlPages:
+    """The control pages of this process; raises OSError where it has no reservation."""
     return ControlPages(shared_memory())
 
 
@@ -303,12 +282,6 @@ def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
 
 def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool = True) -> mmap.mmap:
     """Map the file of another process.
-
-    Args:
-        path: What :func:`path_of` gives.
-        nbytes: Its size.
-        token: What it begins with.
-        is_writable: Whether this process may write there.
 
     Raises:
         OSError: It is out of reach, or another file.

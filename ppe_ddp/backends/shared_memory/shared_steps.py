@@ -95,7 +95,6 @@ class Step(ABC):
 
     Args:
         local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM, AVG or MAX.
         is_shared: Whether ``local`` lies in shared memory.
 
     Attributes:
@@ -208,8 +207,6 @@ class ReduceScatterStep(RowsStep):
     Args:
         result: Where that belongs: 1-D; it may be this rank's row of ``rows``.
         rows: (size x columns), each row contiguous.
-        kind: SUM, AVG or MAX.
-        is_shared: Whether ``rows`` lie in shared memory.
     """
 
     name = 1

@@ -73,7 +73,6 @@ class LaunchedStep:
     """One run of a step.
 
     Args:
-        step: The step.
         number: Counted on each group, from 1.
         tensors: What must not be freed before all ranks have done their part.
 
@@ -124,10 +123,6 @@ class StepQueue:
     """Launches the steps of one group, and does this rank's part of each when all ranks have launched it.
 
     Args:
-        link: The ranks of the group.
-        memory: The reservation of this process.
-        layout: The nodes.
-        pages: The control pages of the ranks of this node.
         piece_bytes: No step brings more; the same on every rank.
 
     Attributes:

@@ -146,12 +146,8 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of several nodes, in place.
 
     Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM, AVG or MAX.
-        layout: The nodes.
         source: The number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
             over the nodes.
-        is_shared: Whether ``local`` lies in shared memory.
     """
 
     def __init__(
@@ -211,9 +207,6 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
     Args:
         result: Where this rank's row belongs: 1-D; it may be this rank's row of ``rows``.
         rows: (size x columns), each row contiguous.
-        kind: SUM, AVG or MAX.
-        layout: The nodes.
-        is_shared: Whether ``rows`` lie in shared memory.
     """
 
     def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
@@ -342,11 +335,7 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     It is for one run; memory between the two parts is the rank's own.
 
     Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM.
         ranges: Of each slice, where its elements begin and end; the same on every rank. What is in none stays.
-        layout: The nodes.
-        is_shared: Whether ``local`` lies in shared memory.
 
     Attributes:
         sums: Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.

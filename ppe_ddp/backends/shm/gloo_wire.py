@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,6 +18,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import UNSENT_TAG, abort_of_gloo, source_of
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.waiting import each_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,12 +34,7 @@ _MOMENT = timedelta(milliseconds=1)
 
 
 class GlooCall:
-    """A collective by gloo.
-
-    Args:
-        work: gloo's; it keeps the tensors alive.
-        place: Whose, for errors.
-    """
+    """A collective by gloo."""
 
     def __init__(self, work: Work, place: str) -> None:
         self._work: Work | None = work
@@ -109,7 +103,6 @@ class GlooWire:
     Args:
         groups: Groups of gloo of these ranks, the only references: the connections end with them. A group has two
             threads, each of which does one collective at a time; broadcasts of several roots go by several groups.
-        place: Whose, for errors.
     """
 
     dtypes = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
@@ -204,7 +197,7 @@ def close_given_up(groups: list[ProcessGroup]) -> None:
     ending = groups.copy()
     groups.clear()
     if ending:
-        _closings(os.getpid()).start(ending)
+        _closings().start(ending)
 
 
 class _Closings:
@@ -231,9 +224,7 @@ class _Closings:
             thread.join(_AT_EXIT_SECONDS)
 
 
-@functools.cache
-def _closings(_pid: int) -> _Closings:
-    return _Closings()
+_closings = each_process(_Closings)
 
 
 def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:
