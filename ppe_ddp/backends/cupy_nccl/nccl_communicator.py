@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ppe_ddp.backends.cuda_device import CudaDevice
-
-__all__ = ["Communicator", "Communicators", "Members", "NcclCollectives", "PreparedCalls"]
 
 
 class Members(NamedTuple):
@@ -110,15 +107,15 @@ class Communicators:
 
     def call(self, parts: Sequence[tuple[Communicator, PreparedCalls]]) -> None:
         """Give all calls of some parts to NCCL, as one group where they are several: none waits for another."""
-        calls = [(communicator, call) for communicator, part in parts for call in part.calls]
+        calls = [(communicator, *call) for communicator, part in parts for call in part.calls]
         with self._grouped() if len(calls) > 1 else contextlib.nullcontext():
-            for communicator, call in calls:
+            for communicator, name, tensors, numbers in calls:
                 nccl = communicator.nccl
                 if nccl is None:
                     raise self._were_ended()
                 with self._device.make_current(communicator.index):
-                    addresses = [tensor.data_ptr() for tensor in call.tensors]
-                    getattr(nccl, call.name)(*addresses, *call.numbers, communicator.stream.cuda_stream)
+                    addresses = [tensor.data_ptr() for tensor in tensors]
+                    getattr(nccl, name)(*addresses, *numbers, communicator.stream.cuda_stream)
 
     def _were_ended(self) -> CommunicationError:
         return CommunicationError(f"{self._place}: the group's communicators were ended")
@@ -185,15 +182,6 @@ class Communicators:
             ) from error
 
 
-@dataclass(frozen=True)
-class NcclCall:
-    """One call of NCCL: the name of the communicator's method, its buffers, and its other arguments but the stream."""
-
-    name: str
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
-
-
 class PreparedCalls:
     """What one collective or message asks of NCCL, and the copies that bring the results to where the user wants them.
 
@@ -201,7 +189,8 @@ class PreparedCalls:
     """
 
     def __init__(self) -> None:
-        self.calls: list[NcclCall] = []
+        # The name of the communicator's method, its buffers, and its other arguments but the stream.
+        self.calls: list[tuple[str, tuple[Tensor, ...], tuple[int, ...]]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def output(self, tensor: Tensor) -> Tensor:
@@ -215,7 +204,7 @@ class PreparedCalls:
     def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
         """Add a call, unless it is of no elements."""
         if count:
-            self.calls.append(NcclCall(name, tensors, (count, *numbers)))
+            self.calls.append((name, tensors, (count, *numbers)))
         return self
 
     def send(self, tensor: Tensor, peer: int) -> PreparedCalls:
@@ -253,10 +242,9 @@ class NcclCollectives:
         ValueError: The sizes of this rank's own arguments do not fit together.
     """
 
-    def __init__(self, rank: int, size: int, version: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._version = version
         self._arguments = CollectiveArguments(rank, size)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> PreparedCalls:
@@ -348,7 +336,7 @@ class NcclCollectives:
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
         """Memory whose numbers NCCL can reduce, how many they are, their datatype, and NCCL's operation."""
-        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op, self._version)
+        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op)
         source = _readable(tensor)
         return source, source.nbytes // itemsize, datatype, kind
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
-__all__ = ["NcclGroup", "make_group"]
-
 _NAME = "cupy_nccl"
 _NAP_SECONDS = 50e-6
 _LOOK_SECONDS = 0.5
@@ -78,7 +76,7 @@ class NcclGroup(CollectiveGroup):
         seconds = self._timeout.total_seconds()
         self._place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._device = nccl_device
-        self._over: NcclCollectives = NcclCollectives(rank, size, library.get_version())
+        self._over: NcclCollectives = NcclCollectives(rank, size)
         self._communicators = Communicators(library, nccl_device, arguments.store, rank, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
         self._coalesced: NcclOperation | None = None
@@ -260,9 +258,7 @@ class NcclOperation:
 
     def note_launched(self) -> None:
         """Note that NCCL has it: record the events, and drop the memory, which streams may then reuse."""
-        streams = [
-            communicator.stream for communicator in dict.fromkeys(communicator for communicator, _ in self.parts)
-        ]
+        streams = dict.fromkeys(communicator.stream for communicator, _ in self.parts)
         self.events = [(stream, stream.record_event()) for stream in streams]
         self.parts = []
         self._launched = True

@@ -296,15 +296,29 @@ def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
 
 def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Scratch) -> None:
     """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; halves in float32, rounded once."""
-    combine = torch.maximum if kind == _Kind.MAX else torch.add
-    divides = kind == _Kind.AVG
-    total = result
-    if result.dtype in _HALVES and (divides or len(others) > 1):
-        own = total = scratch.take(own.numel()).copy_(own)
-    for other in others:
-        combine(own, other, out=total)
-        own = total
-    if divides:
-        total.div_(len(others) + 1, rounding_mode=None if total.is_floating_point() else "trunc")
-    if total is not result:
+    is_wide = result.dtype in _HALVES and (kind == _Kind.AVG or len(others) > 1)
+    total = scratch.take(own.numel()) if is_wide else result
+    sum_up(total, own, others, kind)
+    divide(total, kind, len(others) + 1)
+    if is_wide:
         result.copy_(total)
+
+
+def sum_up(total: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
+    """Reduce ``own`` and ``others`` into ``total``, which may be wider, or ``own`` itself."""
+    combine = torch.maximum if kind == _Kind.MAX else torch.add
+    rest = iter(others)
+    if total.dtype is not own.dtype:
+        total.copy_(own)
+    elif (first := next(rest, None)) is not None:
+        combine(own, first, out=total)
+    elif total is not own:
+        total.copy_(own)
+    for other in rest:
+        combine(total, other, out=total)
+
+
+def divide(total: Tensor, kind: Any, size: int) -> None:
+    """Make a sum over so many ranks the mean, if ``kind`` is AVG."""
+    if kind == _Kind.AVG:
+        total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")

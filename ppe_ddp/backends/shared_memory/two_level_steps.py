@@ -38,7 +38,9 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     RowsStep,
     Step,
     columns,
+    divide,
     pieces,
+    sum_up,
 )
 
 if TYPE_CHECKING:
@@ -163,12 +165,12 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         sent = []
         has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
         for views, link in zip(self._views, links, strict=False):
-            own, *others = views
+            own = views[0]
             if not own.numel():  # on all nodes
                 continue
             wire = memory.take(own.numel(), WIRE.get(own.dtype, own.dtype))
             if has_some:
-                sum_up(wire, own, others, self.kind)
+                _sum_over_node(wire, views, self.kind)
             if self._source is not None:
                 under_way = link.broadcast(wire, self._source)
             else:
@@ -179,10 +181,8 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
         """Write what has arrived into the memory of all ranks of the node."""
         for views, (wire,), _ in crossing.sent:
-            _divide(wire, self.kind, self._size)
-            for source, *targets in columns(wire, *views):
-                for target in targets:
-                    target.copy_(source)
+            divide(wire, self.kind, self._size)
+            _spread(wire, views)
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
@@ -225,7 +225,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         dtype = WIRE.get(self.local.dtype, self.local.dtype)
         width, views = self.local.shape[1], iter(self._views)
         own = memory.take(width, dtype)
-        sum_up(own, *_first(next(views)), self.kind)
+        _sum_over_node(own, next(views), self.kind)
         sent = []
         for count, (link, targets) in enumerate(zip(links, self._targets, strict=True)):
             owners = self._layout.owners(self._layout.own_slices[count])
@@ -233,7 +233,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
             receiving = [int(count == 0 and owner != self._layout.rank) for owner in owners]
             wire, come = memory.take(width * sum(sending), dtype), memory.take(width * sum(receiving), dtype)
             for part in wire.view(-1, width) if any(sending) else ():
-                sum_up(part, *_first(next(views)), self.kind)
+                _sum_over_node(part, next(views), self.kind)
             under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
             sent.append(Sent((), (come, wire), under_way))
         return Crossing(sent, own)
@@ -247,7 +247,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         total, *others = rows
         for one in others:
             (torch.maximum if self.kind == _Kind.MAX else torch.add)(total, one, out=total)
-        _divide(total, self.kind, len(self.local))
+        divide(total, self.kind, len(self.local))
         self._result.copy_(total)
         crossing.give_back(memory)
 
@@ -374,8 +374,7 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
             sizes = [stop - start for start, stop in self._ranges[index]]
             total = memory.take(sum(sizes), dtype)
             for part in total.split(sizes) if sizes else ():
-                own, *others = next(views)
-                sum_up(part, own, others, self.kind)
+                _sum_over_node(part, next(views), self.kind)
             sums.append(total)
         self.sums = sums
         return Crossing([Sent((), tuple(sums), self)])
@@ -387,9 +386,7 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         for index, total in zip(self._own, self.sums, strict=True):
             sizes = [stop - start for start, stop in self._ranges[index]]
             for part in total.split(sizes) if sizes else ():
-                for source, *targets in columns(part, *next(views)):
-                    for target in targets:
-                        target.copy_(source)
+                _spread(part, next(views))
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
@@ -449,22 +446,14 @@ def all_gather_steps(
             yield TwoLevelAllGatherStep(part, piece, layout, is_shared=is_shared)
 
 
-def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return views[0], views[1:]
+def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
+    """Reduce ``views`` into ``wire``, which may be wider, as many elements at a time as stay in the cache."""
+    for total, own, *others in columns(wire, *views):
+        sum_up(total, own, others, kind)
 
 
-def _divide(total: Tensor, kind: Any, size: int) -> None:
-    if kind == _Kind.AVG:
-        total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")
-
-
-def sum_up(wire: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
-    """Reduce ``own`` and ``others`` into ``wire``, which may be wider."""
-    combine = torch.maximum if kind == _Kind.MAX else torch.add
-    for total, mine, *theirs in columns(wire, own, *others):
-        if theirs and total.dtype is mine.dtype:
-            combine(mine, theirs.pop(0), out=total)
-        else:
-            total.copy_(mine)
-        for one in theirs:
-            combine(total, one, out=total)
+def _spread(wire: Tensor, views: Sequence[Tensor]) -> None:
+    """Write ``wire`` into each of ``views``."""
+    for source, *targets in columns(wire, *views):
+        for target in targets:
+            target.copy_(source)
