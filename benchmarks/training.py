@@ -226,12 +226,6 @@ def run(arguments: argparse.Namespace) -> int:
 def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
     """Train one task by some methods in the default process group; all ranks call this together.
 
-    Args:
-        task_name: Of :data:`TASKS`.
-        names: Of :data:`METHODS`.
-        steps: How many; None for as many as the task says.
-        seeds: How often, from other weights and with the data in another order.
-
     Returns:
         One line a method, the same on every rank; accuracies from all seeds, all else from the first.
     """

@@ -64,10 +64,6 @@ Launcher = Callable[[Environment, str | None], Rendezvous | None]
 def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
     """Asks each launcher in turn whether it started this process.
 
-    Args:
-        environment: The environment's variables.
-        init_method: Where the ranks meet, if not where the launcher says.
-
     Returns:
         The first launcher's answer; that of a lone process where none fits.
 
@@ -84,9 +80,6 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
 
 def first_host(nodelist: str) -> str:
     """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`.
-
-    Args:
-        nodelist: Names and ranges, as in `SLURM_JOB_NODELIST`.
 
     Returns:
         The name of the first machine.

@@ -307,12 +307,9 @@ class Meeting:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 
     def words(self, word: Any, look: Callable[[], None], seconds: float) -> MeetingOutcome:
-        """Come, and wait for the outcome. Moves meanwhile what is under way in all groups: a rank may need it to come.
+        """Come, and wait for the outcome; after so many seconds this rank refuses.
 
-        Args:
-            word: This rank's.
-            look: Called now and then; raises what ends the wait.
-            seconds: How long to wait; then this rank refuses.
+        Moves meanwhile what is under way in all groups: a rank may need it to come. ``look`` raises what ends the wait.
 
         Returns:
             The outcome. Its refusal is the list of absent ranks, and the error that has ended the wait of the rank that
@@ -401,17 +398,12 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
 
 
 def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
-    """The words of all ranks of ``group``, in their order; all of them must call this together.
+    """The words of all ranks of ``group``, one of torch's, in their order; all of them must call this together.
 
     By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
     rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
-    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it.
-
-    Args:
-        group: One that torch.distributed has made.
-        name: Of this exchange: the same on every rank, and new.
-        word: This rank's: what JSON can write.
-        look: Called now and then; raises what ends the wait.
+    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it. The
+    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.

@@ -69,12 +69,10 @@ class WireReduction:
     is_known: bool
 
     def to_wire(self, elements: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """What travels.
+        """What travels of ``elements``, 1-D and contiguous, of dtype ``view``.
 
-        Args:
-            elements: 1-D and contiguous, of dtype ``view``.
-            scratch: Of dtype ``wire`` and as long. None: in the memory of ``elements``, where nothing has to be
-                done before.
+        It lies in ``scratch``, as long and of dtype ``wire``; without it in their own memory, if nothing has to be done
+        before.
         """
         wire = elements.to(self.wire) if scratch is None else scratch.copy_(elements)
         if self.is_offset:

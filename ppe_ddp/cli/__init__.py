@@ -45,11 +45,6 @@ def main(
 ) -> int:
     """Runs one command.
 
-    Args:
-        words: The command line after the program's name; by default this process's own.
-        program: Its name.
-        commands: Its commands.
-
     Returns:
         The exit code: 0 for success, 2 for a wrong command line, others as the command has them.
 

@@ -90,11 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
     """Measure all methods in the default process group; all ranks call this together.
 
-    Args:
-        width: Of the square weights of the model.
-        mbit: The speed of the link that ratios are for, in Mbit/s.
-        repeats: Steps of each method.
-
     Returns:
         One line a method, the same on every rank, as the report has it.
     """

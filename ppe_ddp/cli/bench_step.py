@@ -334,15 +334,7 @@ def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
 
 
 class Contestant:
-    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants.
-
-    Args:
-        workload: Its data and branches.
-        batch: Its input.
-        module: The model.
-        wrapper: The wrapper of it.
-        optimizer: Steps after each backward, if there is one.
-    """
+    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants."""
 
     def __init__(
         self,

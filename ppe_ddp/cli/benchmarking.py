@@ -216,13 +216,6 @@ def in_turn(
     Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
     since the one before.
 
-    Args:
-        contestants: By name, a function that takes a number of steps.
-        steps: By name, the steps of a block.
-        repeats: Repetitions.
-        platform: Whose clock counts.
-        control: For barriers; None for the default group.
-
     Returns:
         By name the seconds of a step on the slowest rank, one number a repetition.
     """

@@ -334,10 +334,8 @@ def function_named(text: str) -> Callable[[], object]:
 def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] | None = None) -> Diagnosis:
     """Start ranks over one backend, have them examine it, and end them, whatever they do.
 
-    Args:
-        candidate: The backend; one that cannot be made here is skipped.
-        timeout: Seconds that the examination may take, without the start of the processes.
-        setup: Called in each rank before it joins, for example to register the backend. A function of a module.
+    A backend that cannot be made here is skipped. ``setup``, a function of a module, is called in each rank before it
+    joins.
     """
     name, size = candidate.name, _RANKS
     if candidate.missing:

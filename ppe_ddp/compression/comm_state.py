@@ -36,11 +36,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can b
 
 
 class CommState:
-    """The state of one wrapper's compressor.
-
-    Args:
-        can_revoke: Whether :meth:`revoke` may be called, which takes the memory of two steps until :meth:`settle`.
-    """
+    """The state of one wrapper's compressor; if it ``can_revoke``, that of two steps until :meth:`settle`."""
 
     def __init__(self, *, can_revoke: bool = False) -> None:
         self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory

@@ -165,10 +165,6 @@ class Load:
     ) -> IncompatibleKeys:
         """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
 
-        Args:
-            checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
-            targets_of: Gives what this rank's module has.
-
         Returns:
             The missing and the unexpected keys, the same on every rank.
         """

@@ -382,12 +382,7 @@ class Finished:
 
 
 class NodeJob:
-    """Commands that run at the same time, and have the nodes for themselves: with them every process there ends.
-
-    Args:
-        started: Each command, with what it has besides this process's environment.
-        nodes: Where all processes end with this job.
-    """
+    """Commands that run at the same time, and have the nodes for themselves: with them every process there ends."""
 
     def __init__(self, started: Sequence[tuple[Sequence[str], _Environment]], nodes: Sequence[Namespaces]) -> None:
         self._nodes = nodes

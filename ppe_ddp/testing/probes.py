@@ -365,9 +365,7 @@ class _LinearOfDtype(nn.Module):
 class DynamicModel(nn.Module):
     """Layers that are used, or not, by a path that each forward draws anew.
 
-    Args:
-        dtypes: Of the parameters, in turn.
-        has_sparse: Whether there is an embedding whose gradient is sparse.
+    The parameters have ``dtypes`` in turn; if it ``has_sparse``, there is an embedding whose gradient is sparse.
     """
 
     seen: Tensor

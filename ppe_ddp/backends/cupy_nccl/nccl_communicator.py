@@ -144,8 +144,7 @@ class Communicators:
     def end(self, *, orderly: bool) -> None:
         """Give all communicators back to NCCL, for good.
 
-        Args:
-            orderly: Whether all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
+        ``orderly`` where all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
         """
         self._ended = True
         for communicator in list(self._all.values()):

@@ -115,13 +115,10 @@ def wait_for(parameter: nn.Parameter) -> None:
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are in flight.
+    """Gathers the units of some sharded models, and knows which of them are in flight. Threads may share it.
 
-    Threads may use it at the same time.
-
-    Args:
-        models: One for each group of ranks that shares parameters.
-        on_installed: Called with the number of a unit of the first model when its parameters have their new values.
+    There is a model for each group of ranks that shares parameters. ``on_installed`` is called with the number of a
+    unit of the first one when its parameters have their new values.
     """
 
     def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
@@ -159,11 +156,9 @@ class ParameterGather:
 
     @torch.no_grad()
     def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
-        """Gather units; every rank must call this for the same units.
+        """Gather units of the first model, in launch order, or all of all models; on every rank the same.
 
-        Args:
-            units: Of the first model, in launch order; None for all of all models.
-            overlap: Return at once; the first use of a parameter waits for it.
+        With ``overlap`` it returns at once, and the first use of a parameter waits for it.
         """
         self.finish()
         self._sent_in = self._connections

@@ -32,8 +32,6 @@ class ReduceScatter:
     """A reduce-scatter of flat tensors: each rank gets its part of the sum.
 
     Args:
-        groups: The ranks.
-        pool: Memory for it.
         from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
         by_all_to_all: Whether to do it by an all-to-all and a local sum, which takes a second buffer as large as the
             message until the result was waited for; else by the backend's own collective.
@@ -166,14 +164,9 @@ class _Then:
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
-    """All-gather the shares of all ranks into ``flat``, one after another; ``share`` may be this rank's part of it.
+    """All-gather the shares of all ranks into ``flat``, 1-D, in their order; ``share`` may be this rank's part of it.
 
-    Args:
-        flat: 1-D; changed in place.
-        share: 1-D, the same size on every rank.
-        group: The ranks.
-        pool: Where to copy ``share`` to first, if the group offers memory and that is where the pool has its own;
-            None where ``share`` lies there already.
+    A share is copied to the ``pool`` first where the group offers memory; there is no pool where it lies there already.
 
     Returns:
         The Work; None where one rank is alone.

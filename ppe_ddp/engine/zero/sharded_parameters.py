@@ -132,11 +132,9 @@ class ShardedParameters(ShardedModel):
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
-        """Set the gradients of this rank's shards; add to those that were not cleared.
+        """Set the gradients of this rank's shards, or add to those that were not cleared.
 
-        Args:
-            indices: The parameters.
-            averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
+        ``averages`` are the shards of the averages of these parameters, 1-D and nobody else's; or all of each.
         """
         self._may_release = True
         if isinstance(averages, AveragedShards) and self._take(indices, averages):
