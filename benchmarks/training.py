@@ -53,25 +53,15 @@ _STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "W
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and when it has learned enough.
+    """A model, its data, and when it has learned enough."""
 
-    Attributes:
-        build: Makes a new model, which gives the scores of each class.
-        batch: Inputs and labels, by rank and step.
-        held_out: Inputs and labels for the test.
-        steps: How many there are, unless the user says otherwise.
-        target: The mean loss of the last steps to reach.
-        lr: Of Adam, in the first half of the steps; then it goes down to nothing.
-        is_dynamic: Whether a step leaves parameters out, other ones on each rank.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], tuple[Any, Tensor]]
-    held_out: tuple[Any, Tensor]
-    steps: int
-    target: float
-    lr: float
-    is_dynamic: bool = False
+    build: Callable[[], nn.Module]  # makes a new model, which gives the scores of each class
+    batch: Callable[[int, int], tuple[Any, Tensor]]  # inputs and labels, by rank and step
+    held_out: tuple[Any, Tensor]  # inputs and labels for the test
+    steps: int  # how many there are, unless the user says otherwise
+    target: float  # the mean loss of the last steps to reach
+    lr: float  # of Adam, in the first half of the steps; then it goes down to nothing
+    is_dynamic: bool = False  # whether a step leaves parameters out, other ones on each rank
 
 
 def _digits() -> Task:
@@ -138,16 +128,11 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 
 @dataclass(frozen=True)
 class Method:
-    """A way to synchronize.
+    """A way to synchronize."""
 
-    Attributes:
-        hook: Makes the arguments of ``register_comm_hook``; nothing for no hook.
-        is_torchs: Whether in torch's wrapper.
-        outer: Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
-    """
-
-    hook: Callable[[], tuple[Any, ...]] = tuple
-    is_torchs: bool = False
+    hook: Callable[[], tuple[Any, ...]] = tuple  # makes the arguments of ``register_comm_hook``; nothing for no hook
+    is_torchs: bool = False  # whether in torch's wrapper
+    # Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
     outer: Callable[[DistributedDataParallel, torch.optim.Optimizer], object] | None = None
 
 

@@ -226,19 +226,12 @@ _caller = each_process(_Caller)
 
 
 class MeetingOutcome(NamedTuple):
-    """What came of a meeting, the same for every rank.
+    """What came of a meeting, the same for every rank."""
 
-    Attributes:
-        words: Of all ranks, in their order; empty where one has refused.
-        rank: The rank that has spoken: the last to come, or the one that has refused.
-        refusal: Its word, where it has refused.
-        place: In the order of all meetings whose places the ranks count, where all have come; else 0.
-    """
-
-    words: Sequence[Any]
-    rank: int
-    refusal: Any = None
-    place: int = 0
+    words: Sequence[Any]  # of all ranks, in their order; empty where one has refused
+    rank: int  # the rank that has spoken: the last to come, or the one that has refused
+    refusal: Any = None  # its word, where it has refused
+    place: int = 0  # in the order of all meetings whose places the ranks count, where all have come; else 0
 
 
 class Meeting:

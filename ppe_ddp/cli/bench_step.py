@@ -63,23 +63,16 @@ _TOLERANCE, _ROUNDINGS = 1e-5, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing.
+    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing."""
 
-    Attributes:
-        build: Makes a new model, with weights from torch's global generator.
-        batch: Makes the input of every step of one rank.
-        loss: Of the model's output and the batch, a scalar to differentiate.
-        route: The model's further arguments by step and rank: nothing, or the branches to take.
-        steps: Steps in a block, unless the user says otherwise: more where a step is short.
-        is_dynamic: Whether a step leaves some parameters out, which torch DDP has to be told.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Tensor]
+    build: Callable[[], nn.Module]  # makes a new model, with weights from torch's global generator
+    batch: Callable[[torch.Generator], Tensor]  # makes the input of every step of one rank
+    # Of the model's output and the batch, a scalar to differentiate.
     loss: Callable[[Tensor, Tensor], Tensor] = lambda output, _batch: output.square().mean()
+    # The model's further arguments by step and rank: nothing, or the branches to take.
     route: Callable[[int, int], tuple[object, ...]] = lambda _step, _rank: ()
-    steps: int = 3
-    is_dynamic: bool = False
+    steps: int = 3  # steps in a block, unless the user says otherwise: more where a step is short
+    is_dynamic: bool = False  # whether a step leaves some parameters out, which torch DDP has to be told
 
     def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
         """A model that is the same on every rank and kind of device, and this rank's batch, both made on the CPU."""

@@ -60,15 +60,10 @@ def over_mpi() -> bool:
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of device and one backend; the same on every rank.
+    """One kind of device and one backend; the same on every rank."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        backend: As ``init_process_group`` takes it.
-    """
-
-    device: str = "cpu"
-    backend: str = BACKENDS["cpu"][0]
+    device: str = "cpu"  # "cpu" or "cuda"
+    backend: str = BACKENDS["cpu"][0]  # as ``init_process_group`` takes it
 
     @classmethod
     def of(cls, device: str, backend: str | None = None) -> Platform:

@@ -59,21 +59,13 @@ __all__ = ["Candidate", "Diagnosis", "Doctor", "Env", "candidates", "diagnose"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that this library can train over.
+    """A backend that this library can train over."""
 
-    Attributes:
-        name: As ``init_process_group`` takes it.
-        device: Whose tensors it is for: "cpu" or "cuda".
-        missing: Why it cannot be made here; empty where it can.
-        remedy: What to do about that.
-        library: What it calls, with versions.
-    """
-
-    name: str
-    device: str
-    missing: str = ""
-    remedy: str = ""
-    library: str = ""
+    name: str  # as ``init_process_group`` takes it
+    device: str  # whose tensors it is for: "cpu" or "cuda"
+    missing: str = ""  # why it cannot be made here; empty where it can
+    remedy: str = ""  # what to do about that
+    library: str = ""  # what it calls, with versions
 
 
 class Env:
@@ -232,25 +224,15 @@ _OWN_REMEDY = "hold it to ppe_ddp.testing.check_backend, which says more"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of one backend.
-
-    Attributes:
-        backend: Its name.
-        outcome: "ok", "failed" or "skipped".
-        ranks: How many ranks were started.
-        seconds: How long it took, with their start.
-        reason: Why it failed or was skipped, in a line or a few; what was examined where all is well.
-        remedy: What to do about it.
-        details: Tracebacks of the ranks, or where they hang.
-    """
+    """The diagnosis of one backend."""
 
     backend: str
-    outcome: str
-    ranks: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-    remedy: str = ""
-    details: str = ""
+    outcome: str  # "ok", "failed" or "skipped"
+    ranks: int = 0  # how many ranks were started
+    seconds: float = 0.0  # how long it took, with their start
+    reason: str = ""  # why it failed or was skipped, in a line or a few; what was examined where all is well
+    remedy: str = ""  # what to do about it
+    details: str = ""  # tracebacks of the ranks, or where they hang
 
     def row(self) -> tuple[str, str, str]:
         """The cells of its row: name, outcome, and the rest as text."""

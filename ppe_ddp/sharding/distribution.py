@@ -51,25 +51,19 @@ _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of a load; the first five are those of DistModule.
-
-    Attributes:
-        fresh: Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the
-            checkpoint has may be on the meta device.
-        strict: All keys must match.
-        what: The name of what is loaded into, for errors.
-        lends: Rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
-    """
+    """The options of a load; the first five are those of DistModule."""
 
     process_group: ProcessGroup | None = None
     dtype: Literal["module", "checkpoint"] | None = None
     piece_nbytes: int = 64 << 20
     device: torch.device | str | None = None
     progress: bool | None = None
+    # Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the checkpoint has may
+    # be on the meta device.
     fresh: bool = True
-    strict: bool = True
-    what: str = "state_dict"
-    lends: bool = True
+    strict: bool = True  # all keys must match
+    what: str = "state_dict"  # the name of what is loaded into, for errors
+    lends: bool = True  # rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "module", "checkpoint"):

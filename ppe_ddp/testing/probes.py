@@ -58,21 +58,14 @@ _MODULUS = 5
 
 @dataclass(frozen=True)
 class Plugs:
-    """The functions and hooks that are plugged into the wrapper.
+    """The functions and hooks that are plugged into the wrapper."""
 
-    Attributes:
-        reduce_function: See :class:`ppe_ddp.ReduceFunction`.
-        broadcast_function: See :class:`ppe_ddp.BroadcastFunction`.
-        hook: See :class:`ppe_ddp.CommHook`.
-        state: The hook's; each wrapper gets a deep copy.
-        tolerance: The largest error of a mean, in units of the largest gradient element of the model on any
-            rank. None: what rounding explains.
-    """
-
-    reduce_function: ReduceFunction | None = None
-    broadcast_function: BroadcastFunction | None = None
-    hook: CommHook | None = None
-    state: object = None
+    reduce_function: ReduceFunction | None = None  # see :class:`ppe_ddp.ReduceFunction`
+    broadcast_function: BroadcastFunction | None = None  # see :class:`ppe_ddp.BroadcastFunction`
+    hook: CommHook | None = None  # see :class:`ppe_ddp.CommHook`
+    state: object = None  # the hook's; each wrapper gets a deep copy
+    # The largest error of a mean, in units of the largest gradient element of the model on any rank. None: what
+    # rounding explains.
     tolerance: float | None = None
 
 
@@ -339,15 +332,10 @@ def _subgroup(device: str) -> Iterator[str]:
 
 
 class Trained(NamedTuple):
-    """The findings of one rank.
+    """The findings of one rank."""
 
-    Attributes:
-        problems: What is wrong, one sentence each.
-        digests: By step and name, digests of gradients and buffers, which must be the same on all ranks.
-    """
-
-    problems: list[str]
-    digests: dict[str, str]
+    problems: list[str]  # what is wrong, one sentence each
+    digests: dict[str, str]  # by step and name, digests of gradients and buffers, which must be the same on all ranks
 
 
 class _LinearOfDtype(nn.Module):

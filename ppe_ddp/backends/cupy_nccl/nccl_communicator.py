@@ -29,15 +29,10 @@ if TYPE_CHECKING:
 
 
 class Members(NamedTuple):
-    """The ranks that a communicator connects.
+    """The ranks that a communicator connects."""
 
-    Attributes:
-        purpose: "collectives" or "messages": the same ranks may have one for each.
-        ranks: Ranks of the group, in the communicator's order; for messages the sender and the receiver.
-    """
-
-    purpose: str
-    ranks: tuple[int, ...]
+    purpose: str  # "collectives" or "messages": the same ranks may have one for each
+    ranks: tuple[int, ...]  # ranks of the group, in the communicator's order; for messages the sender and the receiver
 
 
 class Communicator:

@@ -21,15 +21,10 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The nodes of one group, as one of its ranks sees them.
+    """The nodes of one group, as one of its ranks sees them."""
 
-    Attributes:
-        nodes: The ranks of each node, in order; the nodes in the order of their first ranks.
-        rank: This rank in the group.
-    """
-
-    nodes: tuple[tuple[int, ...], ...]
-    rank: int
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, in order; the nodes in the order of their first ranks
+    rank: int  # this rank in the group
 
     @classmethod
     def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:

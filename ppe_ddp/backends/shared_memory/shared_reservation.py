@@ -50,21 +50,13 @@ _LIFE_WORDS = 8  # a cache line of its own
 
 @dataclass(frozen=True)
 class Address:
-    """Where other processes of this node find a reservation.
+    """Where other processes of this node find a reservation."""
 
-    Attributes:
-        pid: Of its owner.
-        descriptor: Of its file, in the owner.
-        nbytes: The size of the file.
-        token: What it begins with.
-        node: The name of the node: on another one, the number means another process for certain.
-    """
-
-    pid: int
-    descriptor: int
-    nbytes: int
-    token: bytes
-    node: bytes
+    pid: int  # of its owner
+    descriptor: int  # of its file, in the owner
+    nbytes: int  # the size of the file
+    token: bytes  # what it begins with
+    node: bytes  # the name of the node: on another one, the number means another process for certain
 
     @property
     def path(self) -> str:

@@ -59,17 +59,11 @@ def describe_record(numel: int, code: int) -> str:
 
 
 class Region(NamedTuple):
-    """Where the tensor that one rank has published for a step lies.
+    """Where the tensor that one rank has published for a step lies."""
 
-    Attributes:
-        space: The rank's reservation.
-        position: Where in it, in bytes.
-        stride: From one row to the next, in elements.
-    """
-
-    space: mmap.mmap
-    position: int
-    stride: int
+    space: mmap.mmap  # the rank's reservation
+    position: int  # where in it, in bytes
+    stride: int  # from one row to the next, in elements
 
     def view(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Some of its elements, 1-D."""

@@ -99,23 +99,16 @@ class LaunchedStep:
 
 @dataclass(frozen=True)
 class SharedLink:
-    """How the ranks of one group reach each other besides their shared memory.
+    """How the ranks of one group reach each other besides their shared memory."""
 
-    Attributes:
-        rank: This process in the group.
-        size: How many ranks the group has.
-        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
-        waits: How to wait for other ranks.
-        progress: Advances the group's collectives whenever this process calls any backend.
-        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
-            it together, for one slice after another.
-    """
-
-    rank: int
+    rank: int  # this process in the group
     size: int
+    # Brings the bytes of every rank, as many from each, to all; every rank calls it together.
     all_gather: Callable[[bytes], list[bytes]]
     waits: Waits
-    progress: ProgressEngine
+    progress: ProgressEngine  # advances the group's collectives whenever this process calls any backend
+    # Joins this rank with those of its group that own a slice of this number on other nodes; all of these call it
+    # together, for one slice after another.
     join: Callable[[int, Sequence[int]], Wire]
 
 

@@ -90,29 +90,18 @@ class WireMemory:
 
 
 class Sent(NamedTuple):
-    """What is under way between the nodes for one of this rank's slices.
+    """What is under way between the nodes for one of this rank's slices."""
 
-    Attributes:
-        views: Where the result belongs.
-        wires: Memory that is read or written meanwhile; the first is what will have come.
-        under_way: Tells when it is over.
-    """
-
-    views: tuple[Tensor, ...]
-    wires: tuple[Tensor, ...]
+    views: tuple[Tensor, ...]  # where the result belongs
+    wires: tuple[Tensor, ...]  # memory that is read or written meanwhile; the first is what will have come
     under_way: InFlight
 
 
 class Crossing(NamedTuple):
-    """One run of a step between nodes.
-
-    Attributes:
-        sent: What is under way.
-        own: What this rank has summed over its node for itself, if that is apart.
-    """
+    """One run of a step between nodes."""
 
     sent: list[Sent]
-    own: Tensor | None = None
+    own: Tensor | None = None  # what this rank has summed over its node for itself, if that is apart
 
     @property
     def nbytes(self) -> int:

@@ -42,19 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of one parameter that this rank updates.
+    """The part of one parameter that this rank updates."""
 
-    Attributes:
-        parameter: Whole on every rank.
-        name: The parameter's name in the module.
-        start: First element, counted in the flattened parameter.
-        stop: One behind the last; equal to ``start`` where this rank owns nothing of it.
-    """
-
-    parameter: nn.Parameter
-    name: str
-    start: int
-    stop: int
+    parameter: nn.Parameter  # whole on every rank
+    name: str  # the parameter's name in the module
+    start: int  # first element, counted in the flattened parameter
+    stop: int  # one behind the last; equal to ``start`` where this rank owns nothing of it
 
     @property
     def numel(self) -> int:
