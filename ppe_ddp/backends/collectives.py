@@ -48,14 +48,12 @@ class Collectives:
         memory: Where the wire reads and writes tensors.
         direct_bytes: All-reduces and all-gathers of up to so many bytes by the wire are sent from each rank to each at
             once, and added up when they have come.
-
-    Attributes:
-        shared: Runs what goes through shared memory; set when the ranks have been connected there.
     """
 
     def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:
         self.rank = rank
         self.size = wire.size
+        # Runs what goes through shared memory; set when the ranks have been connected there.
         self.shared: SharedMemoryGroup | None = None
         self._wire = wire
         self._waits = waits

@@ -39,29 +39,19 @@ _PATIENCE_SECONDS = 0.005
 
 
 class Waits:
-    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up.
-
-    Attributes:
-        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a wait may take, in seconds.
-        transport: For errors.
-        failure: Why the group cannot be used any more; empty while it can.
-        at_failure: Called when the group is given up.
-        ended_ranks: The ranks whose processes have ended, as far as can be seen.
-        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
-            is in the store then.
-        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
-    """
+    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up."""
 
     def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
-        self.place = place
-        self.timeout = timeout
-        self.transport = transport
-        self.failure = ""
-        self.at_failure: list[Callable[[], None]] = []
+        self.place = place  # who and where, for errors: ``"rank 1 of 4, group 'tp'"``
+        self.timeout = timeout  # how long a wait may take, in seconds
+        self.transport = transport  # for errors
+        self.failure = ""  # why the group cannot be used any more; empty while it can
+        self.at_failure: list[Callable[[], None]] = []  # called when the group is given up
+        # The ranks whose processes have ended, as far as can be seen.
         self.ended_ranks: Callable[[], Sequence[int]] = tuple
+        # Whether another rank has given the group up, by a quicker way than the store; the reason is in the store then.
         self.is_closed_elsewhere: Callable[[], bool] = bool
-        self.sees_every_rank = False
+        self.sees_every_rank = False  # whether that way shows it of all ranks, so that the store is hardly asked before
         self._store = BoundedStore(store)
         self._rank = rank
         self._looked = -math.inf
@@ -230,10 +220,6 @@ class Work(PythonWork):
         absent: The ranks that it waits for, as far as is known.
         block: Gives the core to the threads of a transport that move it, for a moment; None where only calls do.
         message: Of a message: what is in flight. The group stays good if nobody comes within its timeout.
-
-    Attributes:
-        at_arrival: Called once when it has ended well: brings what came to where it belongs.
-        ask_transport: Has a function called when the transport sees the end; None where only this process looks.
     """
 
     def __init__(
@@ -247,7 +233,9 @@ class Work(PythonWork):
         message: MessageInFlight | None = None,
     ) -> None:
         super().__init__()
+        # Called once when it has ended well: brings what came to where it belongs.
         self.at_arrival: Callable[[], None] | None = None
+        # Has a function called when the transport sees the end; None where only this process looks.
         self.ask_transport: Callable[[Callable[[], None]], None] | None = None
         self._what = what
         self._waits = waits

@@ -213,12 +213,11 @@ class Recording:
     """A recording under way on this rank.
 
     Attributes:
-        log: What the engine writes into.
         clock: The offset of this rank's clock; until it is compared, the process counts as alone.
     """
 
     def __init__(self) -> None:
-        self.log = EventLog(self._on_groups)
+        self.log = EventLog(self._on_groups)  # what the engine writes into
         self.clock, self._is_compared = ClockOffset(), False
         self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 

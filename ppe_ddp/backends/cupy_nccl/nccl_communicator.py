@@ -36,17 +36,13 @@ class Members(NamedTuple):
 
 
 class Communicator:
-    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream.
-
-    Attributes:
-        nccl: ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end.
-    """
+    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream."""
 
     def __init__(self, device: CudaDevice, index: int, members: Members) -> None:
         self.index = index
         self.members = members
         self.stream = device.make_stream(index)
-        self.nccl: Any = None
+        self.nccl: Any = None  # ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end
         self._device = device
 
     def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:

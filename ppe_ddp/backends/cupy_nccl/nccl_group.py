@@ -233,20 +233,16 @@ class NcclOperation:
 
     Args:
         what: Who, where and which call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
-
-    Attributes:
-        parts: What is to be called, on which communicators; empty once it was.
-        events: The streams that it is on, each with the event behind it.
-        launch: Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
-        since: When it was given to NCCL.
     """
 
     def __init__(self, what: str, check: Callable[[], None]) -> None:
         self.what = what
+        # What is to be called, on which communicators; empty once it was.
         self.parts: list[tuple[Communicator, PreparedCalls]] = []
-        self.events: list[tuple[Any, Any]] = []
+        self.events: list[tuple[Any, Any]] = []  # the streams that it is on, each with the event behind it
+        # Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
         self.launch: Callable[[], None] | None = None
-        self.since = 0.0
+        self.since = 0.0  # when it was given to NCCL
         self._check_group = check
         self._launched = False
         self._error: BaseException | None = None

@@ -116,23 +116,17 @@ class MpiWire:
     Args:
         piece_bytes: In pieces of which size large collectives are begun one after another, so that they stay in the
             cache; 0 as a whole.
-
-    Attributes:
-        comm: The same.
-        count: How many collectives were begun.
-        left: What was under way when the wire was given up.
-        has_messages: Whether there was any message, which may not have been received.
     """
 
     dtypes = frozenset(_DATATYPES)
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = 0) -> None:
-        self.comm = comm
+        self.comm = comm  # of the ranks, in order
         self.size = comm.Get_size()
         self.piece_bytes = piece_bytes
-        self.count = 0
-        self.left: list[MpiCall] = []
-        self.has_messages = False
+        self.count = 0  # how many collectives were begun
+        self.left: list[MpiCall] = []  # what was under way when the wire was given up
+        self.has_messages = False  # whether there was any message, which may not have been received
         self._rank = comm.Get_rank()
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._under_way: list[MpiCall] = []

@@ -35,18 +35,14 @@ _SUM = _Kind.SUM
 
 
 class Hierarchy:
-    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone.
-
-    Attributes:
-        layout: The nodes.
-        links: What goes between them, for each slice of this rank.
-    """
+    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone."""
 
     def __init__(self, layout: NodeLayout, memory: SharedMemory, queue: StepQueue, link: SharedLink) -> None:
         self.layout = layout
         self._memory = memory
         self._queue = queue
         self._waits = link.waits
+        # What goes between them, for each slice of this rank.
         self.links = [
             SliceLink(wire, layout.owners(index), layout.rank, link.waits, link.progress)
             for index, wire in zip(layout.own_slices, queue.links_of_callers, strict=True)
@@ -97,10 +93,6 @@ class SliceLink:
 
     Args:
         ranks: Theirs in the group.
-
-    Attributes:
-        size: How many there are: the number of nodes.
-        rank: This one's place among them.
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:
@@ -109,8 +101,8 @@ class SliceLink:
         self._progress = progress
         self._calls: list[WireCall] = []
         self._elsewhere = [other for other in ranks if other != rank]
-        self.size = len(ranks)
-        self.rank = ranks.index(rank)
+        self.size = len(ranks)  # how many there are: the number of nodes
+        self.rank = ranks.index(rank)  # this one's place among them
         waits.at_failure.append(self._fail_all)
 
     def all_reduce(self, flat: Tensor) -> Work:

@@ -61,12 +61,6 @@ class SharedMemoryGroup:
     Args:
         is_enabled: Whether any does.
         two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
-
-    Attributes:
-        nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
-            of its own; else none. The same on every rank.
-        queue: Runs what goes through shared memory; None where a rank does not reach that of another of its node.
-        hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
     def __init__(
@@ -76,8 +70,12 @@ class SharedMemoryGroup:
         self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
+        # The ranks of each node, where there are several, and either some ranks share memory or each has a node of its
+        # own; else none. The same on every rank.
         self.nodes: tuple[tuple[int, ...], ...] = ()
+        # Runs what goes through shared memory; None where a rank does not reach that of another of its node.
         self.queue: StepQueue | None = None
+        # For reductions whose part between the nodes is the caller's; None on one node, or without memory.
         self.hierarchy: Hierarchy | None = None
         self._memory: SharedMemory | None = None
         if link.size > 1 and is_enabled:

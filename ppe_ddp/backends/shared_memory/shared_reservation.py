@@ -185,13 +185,12 @@ class ControlPage:
     Attributes:
         space: The reservation of that rank.
         position: Where the page begins in it.
-        words: What the rank shows, as int64; zeros at first. Only that rank writes there.
     """
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
         self.space, self.position = space, position
-        self.words = page[_LIFE_WORDS:]
+        self.words = page[_LIFE_WORDS:]  # what the rank shows, as int64; zeros at first. Only that rank writes there
         self._life = page[:1]
         self._first_seen = self._life[0]
 

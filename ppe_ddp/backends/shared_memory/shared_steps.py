@@ -90,13 +90,6 @@ class Step(ABC):
     Args:
         local: This rank's tensor, of the same size and dtype on every rank.
         is_shared: Whether ``local`` lies in shared memory.
-
-    Attributes:
-        shared: What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
-        code: The collective, its kind and dtype: the same on every rank.
-        title: The collective's name.
-        record: What this rank publishes: position, stride, size and code; None until it has published it.
-        records: What all ranks had published when it was last prepared.
     """
 
     name: int
@@ -104,11 +97,14 @@ class Step(ABC):
     def __init__(self, local: Tensor, kind: Any, *, is_shared: bool) -> None:
         self.local = local
         self.kind = kind
+        # What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
         self.shared = local if is_shared else None
+        # The collective, its kind and dtype: the same on every rank.
         self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
-        self.title = _NAMES[self.name]
+        self.title = _NAMES[self.name]  # the collective's name
+        # What this rank publishes: position, stride, size and code; None until it has published it.
         self.record: array[int] | None = None
-        self.records: list[list[int]] = []
+        self.records: list[list[int]] = []  # what all ranks had published when it was last prepared
         self._views: list[tuple[Tensor, ...]] = []
 
     @property

@@ -75,13 +75,6 @@ class LaunchedStep:
     Args:
         number: Counted on each group, from 1.
         tensors: What must not be freed before all ranks have done their part.
-
-    Attributes:
-        is_staged: Whether its tensor is to be copied into shared memory, and the result back.
-        error: What is wrong with it; empty while nothing is known.
-        crossing: What is under way between nodes.
-        crossed_at: Since when; 0 where nobody asks.
-        at_end: Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
     """
 
     __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
@@ -90,10 +83,12 @@ class LaunchedStep:
         self.step = step
         self.number = number
         self.tensors = tensors
+        # Whether its tensor is to be copied into shared memory, and the result back.
         self.is_staged = step.shared is None
-        self.error = ""
-        self.crossing: Crossing | None = None
-        self.crossed_at = 0
+        self.error = ""  # what is wrong with it; empty while nothing is known
+        self.crossing: Crossing | None = None  # what is under way between nodes
+        self.crossed_at = 0  # since when; 0 where nobody asks
+        # Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
         self.at_end: Callable[[], None] | None = None
 
 
@@ -117,10 +112,6 @@ class StepQueue:
 
     Args:
         piece_bytes: No step brings more; the same on every rank.
-
-    Attributes:
-        links_of_callers: To the other nodes, one for each slice that this rank owns. The group's own collectives have
-            others, which other ranks may begin at other moments.
     """
 
     def __init__(
@@ -129,6 +120,8 @@ class StepQueue:
         self._layout = layout
         own = layout.own_slices if len(layout.nodes) > 1 else range(0)
         self._links = [link.join(index, layout.owners(index)) for index in own]
+        # To the other nodes, one for each slice that this rank owns. The group's own collectives have others, which
+        # other ranks may begin at other moments.
         self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
         self._rank, self._size = layout.local_rank, len(layout.local)
         self._waits = link.waits

@@ -325,10 +325,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
 
     Args:
         ranges: Of each slice, where its elements begin and end; the same on every rank. What is in none stays.
-
-    Attributes:
-        sums: Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
-        is_over_nodes: Whether they are what all ranks shall have.
     """
 
     name = 3
@@ -345,8 +341,9 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         super().__init__(local, kind, is_shared=is_shared)
         self._ranges = ranges
         self._own = layout.own_slices
+        # Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
         self.sums: list[Tensor] | None = None
-        self.is_over_nodes = False
+        self.is_over_nodes = False  # whether they are what all ranks shall have
 
     def done(self) -> bool:
         """Whether the caller has done its part: what is under way between the nodes."""

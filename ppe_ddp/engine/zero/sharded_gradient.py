@@ -44,16 +44,12 @@ class GradientShard:
     """The average of one shard, and this rank's gradients that were added since.
 
     It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
-
-    Attributes:
-        local: What this rank's backwards have added, whole and not averaged.
-        weight: Whose ``grad`` is the average.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.local: Tensor | None = None
-        self.weight: Weight = _Unclaimed()
+        self.local: Tensor | None = None  # what this rank's backwards have added, whole and not averaged
+        self.weight: Weight = _Unclaimed()  # whose ``grad`` is the average
 
     def attach(self, weight: Tensor) -> None:
         """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
@@ -158,20 +154,16 @@ class ShardedGradient(Tensor):
 
 
 class GradientSlot:
-    """``.grad`` of one parameter, as far as it is sharded.
-
-    Attributes:
-        content: The average, and what was added since.
-        mark: What ``.grad`` is while there is an average.
-    """
+    """``.grad`` of one parameter, as far as it is sharded."""
 
     def __init__(self, shard: Shard) -> None:
         parameter = shard.parameter
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
         self._parameter = parameter
         self.name = shard.name
+        # The average, and what was added since.
         self.content = GradientShard(f"{where} of the gradient of {shard.name!r}")
-        self.mark = ShardedGradient(self.content, parameter)
+        self.mark = ShardedGradient(self.content, parameter)  # what ``.grad`` is while there is an average
 
     @property
     def exists(self) -> bool:
