@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints, and draws.
-
-    Returns:
-        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
-    """
+    """Measure, print, and draw; 1 if a rank failed, 2 where nodes cannot be made, or pictures not be drawn."""
     constants: dict[str, Constants] = {}
     lines: list[dict[str, Any]] = []
     try:

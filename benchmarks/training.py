@@ -183,11 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, and prints what came out.
-
-    Returns:
-        0; 1 if a rank failed; 2 if nodes cannot be made, or something is not installed.
-    """
+    """Train, and print what came out; 1 if a rank failed, 2 if nodes cannot be made, or something is not installed."""
     lines: list[Line] = []
     try:
         with started_ranks(arguments) as ranks:
@@ -209,10 +205,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @without_warnings()  # that compression cannot pay on one machine is known
 def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
-    """Train one task by some methods in the default process group; all ranks call this together.
+    """Train one task by some methods in the default process group, on all ranks together: a line a method.
 
-    Returns:
-        One line a method, the same on every rank; accuracies from all seeds, all else from the first.
+    Accuracies are those of all seeds, all else is of the first.
     """
     torch.set_num_threads(1)
     task = TASKS[task_name]()

@@ -32,8 +32,8 @@ class CollectiveArguments:
         check_dtypes(part, whole)
         if whole.numel() != part.numel() * self.size:
             raise ValueError(
-                f"rank {self.rank}: {what} of {self.size} ranks with {part.numel()} elements each, and {whole.numel()} "
-                "elements for all of them"
+                f"rank {self.rank}: {what} of {part.numel()} elements on each of {self.size} ranks, and "
+                f"{whole.numel()} for all of them"
             )
 
     def check_parts(self, what: str, part: Tensor, parts: Sequence[Tensor]) -> None:
@@ -41,8 +41,8 @@ class CollectiveArguments:
         self.check_list(parts, f"tensors of {what}", part)
         if parts[self.rank].numel() != part.numel():
             raise ValueError(
-                f"rank {self.rank}: {what} with {part.numel()} elements of this rank, and {parts[self.rank].numel()} "
-                "in its place among those of all ranks"
+                f"rank {self.rank}: {what} of {part.numel()} elements on this rank, and {parts[self.rank].numel()} in "
+                "its place among those of all ranks"
             )
 
     def check_list(self, tensors: Sequence[Tensor], what: str, *others: Tensor) -> None:
@@ -119,11 +119,7 @@ class HostMemory:
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Whether the wire can use the memory of ``tensor`` itself: its elements in order, where the wire reaches it.
-
-        Raises:
-            TypeError: The backend is not for such tensors.
-        """
+        """Whether the wire can use the memory of ``tensor`` itself; TypeError where the backend is not for it."""
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"

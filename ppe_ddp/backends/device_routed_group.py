@@ -152,11 +152,7 @@ def copied_arguments(arguments: Any, store: Any) -> Any:
 
 
 def group_over(backend: str, arguments: Any) -> ProcessGroup:
-    """Make a group over another backend for the same ranks, which call this together.
-
-    Raises:
-        ValueError: It cannot be made here.
-    """
+    """Make a group over another backend for the same ranks, on all of them together; ValueError where there is none."""
     rank, size = arguments.group_rank, arguments.group_size
     store = PrefixStore(f"beside/{backend}", arguments.store)
     creator = creator_of(backend)

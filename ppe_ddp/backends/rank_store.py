@@ -119,22 +119,14 @@ def multi_get(store: Any, keys: Sequence[str]) -> list[bytes]:
 
 
 class BoundedStore:
-    """Calls one store.
-
-    Args:
-        seconds: How long to wait for an answer, unless the call says otherwise.
-    """
+    """Calls one store, and waits for its answer for so many seconds, unless the call says otherwise."""
 
     def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
         self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
         self._seconds = seconds
 
     def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
-        """What ``calls(store)`` returns or raises.
-
-        Raises:
-            CommunicationError: The store does not answer.
-        """
+        """What ``calls(store)`` returns or raises; CommunicationError where the store does not answer."""
         return _caller().result(functools.partial(calls, self._store), seconds or self._seconds)
 
     def delete_all(self) -> None:

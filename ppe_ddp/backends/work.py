@@ -144,11 +144,7 @@ class Waits:
         return self.is_given_up()
 
     def check(self, what: str) -> None:
-        """See whether a rank has given the group up.
-
-        Raises:
-            CommunicationError: It has; with that rank and its reason.
-        """
+        """Raise CommunicationError if a rank has given the group up, with that rank and its reason."""
         if self.is_given_up():
             raise self.error(what, self.failure)
 
@@ -397,9 +393,7 @@ Steps = Generator[InFlight, None, None]
 class WireCall:
     """A collective by a wire: advances from step to step as its calls are done.
 
-    Args:
-        steps: What is done.
-        is_queued: Whether a queue advances it, and not who looks at it.
+    If it ``is_queued``, a queue advances it, and not who looks at it.
     """
 
     def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:

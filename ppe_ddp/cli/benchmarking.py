@@ -67,12 +67,7 @@ class Platform:
 
     @classmethod
     def of(cls, device: str, backend: str | None = None) -> Platform:
-        """The platform of a command line; a backend of None is the device's default.
-
-        Raises:
-            ValueError: The backend is not for the device, or what they need is not here.
-            ImportError: CuPy is not installed or finds no NCCL.
-        """
+        """The platform of a command line; ValueError where it does not fit or is not here, ImportError without CuPy."""
         known = BACKENDS[device]
         backend = backend or known[0]
         if backend not in known:
@@ -88,11 +83,7 @@ class Platform:
         return cls(device, backend)
 
     def start(self, ranks: int) -> Ranks:
-        """Ranks of our own, which start when they are first used.
-
-        Raises:
-            ValueError: They would have to share devices, and NCCL is too old for that.
-        """
+        """Ranks of our own; ValueError where they would have to share devices, and NCCL is too old for that."""
         if "nccl" in self.backend and ranks > torch.cuda.device_count():
             if not many_ranks_a_device():
                 raise ValueError(
@@ -107,9 +98,7 @@ class Platform:
     def join(self, wanted: int | None = None) -> None:
         """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
 
-        Raises:
-            ValueError: The launcher's variables are wrong, or these are not as many ranks as are wanted.
-            RuntimeError: The ranks could not meet.
+        Raises ValueError where these are not as many as are wanted, and what :func:`init_process_group` raises.
         """
         if "nccl" in self.backend and many_ranks_a_device():
             os.environ.setdefault(SHARE_DEVICES, "1")
@@ -120,11 +109,7 @@ class Platform:
             raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave it out")
 
     def enter(self) -> ProcessGroup | None:
-        """Use one thread, and the device of this rank's number on this machine, in turn.
-
-        Returns:
-            A group in which ranks meet without the device: a new one, or None for the default group on the CPU.
-        """
+        """Use one thread, and the device of this rank's number; a group to meet in, None for the default one."""
         torch.set_num_threads(1)
         if self.device == "cpu":
             return None

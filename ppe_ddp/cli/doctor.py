@@ -272,11 +272,9 @@ class Doctor:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Examines one backend after the other, and prints what it finds as it goes.
+        """Examine one backend after the other, and print what it finds as it goes.
 
-        Returns:
-            0 if nothing failed; 1 if something did, or a backend that was asked for by name cannot be made here; 2 if
-            a name is no backend's.
+        Returns 1 if something failed, or a backend that was asked for cannot be made here; 2 if a name is no backend's.
         """
         file, asked = told(arguments), arguments.backend
         try:

@@ -41,12 +41,7 @@ class TraceScript:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Runs the script.
-
-        Returns:
-            0 where it ran to its end; 2 where there is no such script, or pictures cannot be drawn. What the script
-            raises, or leaves by, goes on.
-        """
+        """Run the script; 2 where there is none, or pictures cannot be drawn. What it raises, or leaves by, goes on."""
         script, folder = str(arguments.script), Path(arguments.out).absolute()
         try:
             if not arguments.no_pictures:
@@ -84,11 +79,7 @@ class DrawTimeline:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Draws it, and prints the summary.
-
-        Returns:
-            0; 2 where records are missing, or pictures cannot be drawn.
-        """
+        """Draw it, and print the summary; 2 where records are missing, or pictures cannot be drawn."""
         try:
             if not arguments.no_pictures:
                 check_pictures()

@@ -178,8 +178,7 @@ class CommState:
     ) -> None:
         """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
 
-        Raises:
-            ValueError: It is of another compressor, rank, number of ranks or nodes, or of another module.
+        Raises ValueError where it is of another compressor, rank, number of ranks or nodes, or of another module.
         """
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}

@@ -159,8 +159,7 @@ class Load:
     ) -> IncompatibleKeys:
         """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
 
-        Returns:
-            The missing and the unexpected keys, the same on every rank.
+        Returns the missing and the unexpected keys, the same on every rank.
         """
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)

@@ -251,11 +251,7 @@ def _programs_missing(*, is_shaped: bool) -> str:
 
 
 def found_mpirun() -> str:
-    """The path of the mpirun that belongs to this Python, or else is on PATH.
-
-    Raises:
-        NodesError: There is none.
-    """
+    """The path of the mpirun that belongs to this Python, or else is on PATH; NodesError where there is none."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
@@ -317,11 +313,7 @@ class Namespaces:
         return ["nsenter", *files, "--", *there, *words]
 
     def do(self, words: Sequence[str], *, text: str = "") -> str:
-        """Run a short command in there that reads ``text``, and give what it prints.
-
-        Raises:
-            NodesError: It failed.
-        """
+        """Run a short command in there that reads ``text``, and give what it prints; NodesError where it fails."""
         try:
             done = subprocess.run(
                 self.entering(words), input=text, capture_output=True, text=True, timeout=_SECONDS, check=False

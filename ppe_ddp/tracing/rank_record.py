@@ -153,11 +153,7 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Read what :meth:`write` has written.
-
-        Raises:
-            ValueError: The file is something else.
-        """
+        """Read what :meth:`write` has written; ValueError where the file is something else."""
         try:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:
@@ -248,11 +244,7 @@ class Recording:
 
 @contextmanager
 def record() -> Generator[Recording, None, None]:
-    """Record what this rank does inside, on all ranks together.
-
-    Raises:
-        RuntimeError: Something is being recorded already in this process.
-    """
+    """Record what this rank does inside, on all ranks together; raises where something is being recorded already."""
     if EventLog.current is not None:
         raise UnusableError("a timeline is being recorded in this process already; end that one before")
     recording = Recording()

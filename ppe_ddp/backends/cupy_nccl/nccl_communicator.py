@@ -80,9 +80,8 @@ class Communicators:
     def connect(self, communicators: Iterable[Communicator]) -> None:
         """Connect those that are not connected yet, which their ranks must do together, not inside a group of calls.
 
-        Raises:
-            CommunicationError: A rank did not come within the timeout, NCCL could not connect them, or all
-                communicators were ended, by the watchdog perhaps while this call was on its way.
+        Raises CommunicationError where a rank did not come in time, NCCL could not connect them, or all communicators
+        were ended, by the watchdog perhaps while this call was on its way.
         """
         missing = {(one.index, one.members) for one in communicators if one.nccl is None}
         # Those two ranks may next meet with a message the other way, in the other order.

@@ -229,11 +229,7 @@ class NcclGroup(CollectiveGroup):
 
 
 class NcclOperation:
-    """NCCL calls that are launched together.
-
-    Args:
-        what: Who, where and which call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
-    """
+    """NCCL calls that are launched together; ``what``: ``"rank 0 of 2, group 'default': all_reduce"``, for errors."""
 
     def __init__(self, what: str, check: Callable[[], None]) -> None:
         self.what = what

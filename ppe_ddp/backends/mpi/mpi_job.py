@@ -178,11 +178,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:
-    """Refuse N worlds of one rank each, which is what the mpirun of another MPI library starts.
-
-    Raises:
-        CommunicationError: MPI's world has one rank, and the environment tells of more; with the remedy.
-    """
+    """Raise CommunicationError for N worlds of one rank, which is what the mpirun of another MPI library starts."""
     if MPI.COMM_WORLD.Get_size() > 1:
         return
     for variable, launcher in _LAUNCHERS:

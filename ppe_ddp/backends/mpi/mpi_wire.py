@@ -77,11 +77,7 @@ class MpiCall:
 
 
 class MpiMessage:
-    """A message over MPI.
-
-    Args:
-        start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
-    """
+    """A message over MPI; ``start`` gives MPI's handle of it, or None as long as it cannot be started."""
 
     def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
         self.source = -1

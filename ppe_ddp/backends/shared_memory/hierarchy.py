@@ -91,8 +91,7 @@ class HierarchicalReduction:
 class SliceLink:
     """Messages among the owners of a slice, of which each is on another node; under way until they are waited for.
 
-    Args:
-        ranks: Theirs in the group.
+    ``rank`` and ``ranks`` are theirs in the group.
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:

@@ -75,11 +75,7 @@ class Address:
 
 
 class SharedMemory:
-    """The reservation of this process, and those of its peers.
-
-    Raises:
-        OSError: The system has no such memory, or allows this process none.
-    """
+    """The reservation of this process, and those of its peers; OSError where the system allows it none."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -96,11 +92,7 @@ class SharedMemory:
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros in the reservation; its memory goes back to the system with its last view.
-
-        Raises:
-            MemoryError: The reservation is full.
-        """
+        """A 1-D tensor of zeros in the reservation, given back with its last view; MemoryError where that is full."""
         nbytes = _whole_pages(numel * dtype.itemsize)
         start = self._take(nbytes)
         memory = memoryview(self._map)[start : start + nbytes]
@@ -121,11 +113,7 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=self.position(tensor))
 
     def attach(self, address: Address) -> mmap.mmap:
-        """Map the reservation of a process of this node.
-
-        Raises:
-            OSError: It is not on this node, or out of reach.
-        """
+        """Map the reservation of a process of this node; OSError where it is on another, or out of reach."""
         with self._lock:
             known = self._map if address == self.address else self._peers.get(address)
             if known is None:
@@ -171,11 +159,7 @@ def reservation_bytes() -> int:
 
 @each_process
 def shared_memory() -> SharedMemory:
-    """The reservation of this process.
-
-    Raises:
-        OSError: The system has none, or allows this process none (not Linux, a limit on address space).
-    """
+    """The reservation of this process; OSError where there can be none (not Linux, a limit on address space)."""
     return SharedMemory()
 
 
@@ -219,11 +203,7 @@ class ControlPages:
         self._left: list[tuple[int, Sequence[ControlPage]]] = []
 
     def take(self) -> int:
-        """The position of a page for a group that is being made.
-
-        Raises:
-            MemoryError: The reservation is full.
-        """
+        """The position of a page for a group that is being made; MemoryError where the reservation is full."""
         with self._lock:
             for place, (position, pages) in enumerate(self._left):
                 if all([page.is_left for page in pages]):
@@ -255,8 +235,7 @@ def control_pages() -> ControlPages:
 def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
     """A file of ``nbytes`` zeros, which take memory only as they are touched: its descriptor, and a map of it.
 
-    Raises:
-        OSError: The system has no such memory, or allows this process none.
+    Raises OSError where the system has no such memory, or allows this process none.
     """
     try:
         descriptor = os.memfd_create("ppe_ddp")
@@ -272,11 +251,7 @@ def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool = True) -> mmap.mmap:
-    """Map the file of another process.
-
-    Raises:
-        OSError: It is out of reach, or another file.
-    """
+    """Map the file of another process; OSError where it is out of reach, or another file."""
     access = os.O_RDWR if is_writable else os.O_RDONLY
     descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -297,11 +272,7 @@ def path_of(pid: int, descriptor: int) -> str:
 
 
 def node_name() -> bytes:
-    """What tells this machine from others, and its containers from one another: ``TOKEN_BYTES`` bytes.
-
-    Raises:
-        OSError: The system does not show it.
-    """
+    """What tells this machine from others, and its containers from one another; OSError where the system hides it."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         name = file.read() + socket.gethostname().encode()
     return hashlib.sha256(name).digest()[:TOKEN_BYTES]

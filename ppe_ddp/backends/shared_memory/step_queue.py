@@ -110,8 +110,7 @@ class SharedLink:
 class StepQueue:
     """Launches the steps of one group, and does this rank's part of each when all ranks have launched it.
 
-    Args:
-        piece_bytes: No step brings more; the same on every rank.
+    No step brings more than ``piece_bytes``, the same on every rank.
     """
 
     def __init__(
@@ -146,10 +145,7 @@ class StepQueue:
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
 
-        Every rank must call it with steps of the same sizes and dtypes.
-
-        Raises:
-            CommunicationError: The group was given up.
+        Every rank calls it with steps of the same sizes and dtypes. CommunicationError where the group was given up.
         """
         with self._progress.lock:
             launched = list(map(LaunchedStep, steps, count(self._launched + 1), repeat(tensors)))
@@ -174,11 +170,7 @@ class StepQueue:
         return work
 
     def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
-        """Whether no rank writes into the memory of some steps any more: they are complete, or were given up.
-
-        Raises:
-            CommunicationError: They have ended, but not well.
-        """
+        """Whether no rank writes into the memory of some steps any more; CommunicationError if they were given up."""
         if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
             return False
         for one in launched:
@@ -214,8 +206,7 @@ class StepQueue:
     def drain(self, seconds: float) -> None:
         """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
 
-        Raises:
-            CommunicationError: That takes longer, or the group was given up.
+        Raises CommunicationError where that takes longer, or the group was given up.
         """
         last = self._launched
         try:

@@ -136,9 +136,8 @@ class TwoLevelStep(Step):
 class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of several nodes, in place.
 
-    Args:
-        source: The number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
-            over the nodes.
+    ``source`` is the number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
+    over the nodes.
     """
 
     def __init__(

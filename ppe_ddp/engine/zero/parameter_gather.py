@@ -265,8 +265,7 @@ class ParameterGather:
     def fail(self, error: BaseException) -> PpeDdpError | None:
         """End the communication after an error in an optimizer's step: the other ranks wait for this one's shards.
 
-        Returns:
-            What to raise instead, if this is only what came here of a rank that has failed or is lost.
+        Returns what to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
         with self._lock:
             self._abandon()

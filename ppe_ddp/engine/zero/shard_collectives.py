@@ -81,11 +81,7 @@ class ReduceScatter:
         return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
 
     def finish(self, bucket: Bucket) -> Steps:
-        """Wait for the reduce-scatter of ``bucket``.
-
-        Raises:
-            CommunicationError: The transport failed.
-        """
+        """Wait for the reduce-scatter of ``bucket``; CommunicationError where the transport failed."""
         # Not a variable: a generator that nobody resumes would hold what is pending.
         if bucket.pending is None:
             return
@@ -167,9 +163,7 @@ def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPoo
     """All-gather the shares of all ranks into ``flat``, 1-D, in their order; ``share`` may be this rank's part of it.
 
     A share is copied to the ``pool`` first where the group offers memory; there is no pool where it lies there already.
-
-    Returns:
-        The Work; None where one rank is alone.
+    Nothing is to be waited for where one rank is alone.
     """
     if dist.get_world_size(group) == 1:
         if share.data_ptr() != flat.data_ptr():

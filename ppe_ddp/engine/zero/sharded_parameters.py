@@ -95,11 +95,7 @@ class ShardedParameters(ShardedModel):
         self._index = self.indices_of(module_state)
 
     def indices_of(self, module_state: ModuleState) -> dict[int, int]:
-        """The index of the shards of each parameter that has some.
-
-        Raises:
-            ValueError: There is a trainable parameter that had no shard so far, or one that has become another.
-        """
+        """The index of the shards of each parameter; ValueError where a trainable one has none, or is another now."""
         known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
         found: dict[int, int] = {}
         for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
@@ -191,11 +187,7 @@ class ShardedParameters(ShardedModel):
         self._contents[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
-        """The averages since ``.grad`` was cleared; None for a parameter that no rank used.
-
-        Raises:
-            RuntimeError: Some gradients were never averaged.
-        """
+        """The averages since ``.grad`` was cleared, or None; raises where some gradients were never averaged."""
         self._free_cleared()
         return [content.value for content in self._contents]
 

@@ -80,9 +80,7 @@ class Copies:
     def agreeing(self) -> Generator[None, None, None]:
         """Let all ranks that have a part of the model agree; what one of them raises inside is told to the others.
 
-        Raises:
-            PeerAbortedError: Another rank has raised, or has failed since the backward.
-            CommunicationError: A rank is lost.
+        Raises PeerAbortedError where another rank has raised, CommunicationError where one is lost.
         """
         try:
             yield
@@ -134,11 +132,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """The averaged gradients after a synchronized backward, one for each shard.
-
-        Returns:
-            1-D tensors of ``shard.numel`` elements, or None where there is none.
-        """
+        """The averages after a synchronized backward: for each shard a 1-D tensor of its elements, or None."""
 
     @abstractmethod
     def attach(self, index: int, weight: Tensor) -> None:
@@ -179,11 +173,7 @@ class ShardedModel(ABC):
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
 
     def abandon(self, unit: int | None = None) -> None:  # noqa: B027  # some keep nothing beside the parameters
-        """Forget what was written and what is being gathered: a rank has failed, and all will be written again.
-
-        Args:
-            unit: Forget only that this one is being gathered.
-        """
+        """Forget what was written, and what is being gathered, as a rank has failed; or that ``unit`` alone is."""
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
