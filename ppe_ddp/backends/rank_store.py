@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 from collections import deque
+from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -176,42 +177,37 @@ class _Caller:
     """The thread of this process that calls stores: those of all groups are parts of one."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_StoreCall] = queue.SimpleQueue()
-        self._silent: _StoreCall | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._silent: Future[Any] | None = None
         threading.Thread(target=self._serve, name="ppe_ddp-store", daemon=True).start()
 
     def result(self, function: Callable[[], T], seconds: float) -> T:
-        if self._silent is not None and not self._silent.is_done.is_set():
+        if self._silent is not None and not self._silent.done():
             raise CommunicationError(SILENT)
-        call = _StoreCall(function)
-        self._calls.put(call)
-        if not call.is_done.wait(seconds):
+        call: Future[T] = Future()
+        self._calls.put((call, function))
+        try:
+            error = call.exception(seconds)
+        except TimeoutError:
             self._silent = call
-            raise CommunicationError(SILENT)
-        error, call.error = call.error, None
-        if error is not None:
-            raise error
-        result: T = call.result
-        return result
+            raise CommunicationError(SILENT) from None
+        if error is None:
+            return call.result()
+        del call, function
+        raise error
 
     def _serve(self) -> None:
         while True:
-            self._calls.get().make()
+            _make(*self._calls.get())
 
 
-class _StoreCall:
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.is_done = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def make(self) -> None:
-        try:
-            self.result = self._function()
-        except Exception as error:
-            self.error = error
-        self.is_done.set()
+def _make(call: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        call.set_result(function())
+    except Exception as error:
+        call.set_exception(error)
+    finally:
+        del call, function  # which the error's frames would keep
 
 
 _caller = each_process(_Caller)

@@ -195,9 +195,7 @@ class PythonWork(dist.Work):
         """Wait, as ``wait()`` does."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
+    block_current_stream = synchronize
 
     def result(self) -> Any:
         """The output tensors, to be read after ``wait()``."""
@@ -321,8 +319,7 @@ class Work(PythonWork):
         """Who sent a message, as a rank of the group; -1 before it has arrived."""
         return -1 if self._message is None else self._message.source
 
-    def _source_rank(self) -> int:  # torch's name for it
-        return self.source_rank()
+    _source_rank = source_rank  # torch's name for it
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``: complete after a short wait, or later by a thread.

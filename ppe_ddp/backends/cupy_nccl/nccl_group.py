@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -418,12 +417,13 @@ class Watchdog:
 
     def drain(self) -> None:
         """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
-        for operation in list(self._operations):
-            progress_engine(os.getpid()).wait_until(partial(self._is_over, operation), nap=0.001)
-        self._operations.clear()
 
-    def _is_over(self, operation: NcclOperation) -> bool:
-        return operation.done() or self._error is not None or self._closed.is_set()
+        def is_over() -> bool:
+            is_done = all(operation.done() for operation in list(self._operations))
+            return is_done or self._error is not None or self._closed.is_set()
+
+        progress_engine(os.getpid()).wait_until(is_over, nap=0.001)
+        self._operations.clear()
 
     def close(self) -> None:
         """End the watch: every later call raises, and the communicators are not looked at any more."""

@@ -203,7 +203,7 @@ class MpiWire:
         return call
 
     def _all_reduce(self, flat: Tensor, datatype: MPI.Datatype, op: MPI.Op) -> MpiCall:
-        request = self.comm.Iallreduce(MPI.IN_PLACE, _typed_buffer(flat, datatype), op)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, (_byte_buffer(flat)[0], flat.numel(), datatype), op)
         return self._begun(request, (flat,), "all_reduce", flat, datatype, op)
 
     def _begun(self, request: MPI.Request, memory: tuple[Tensor, ...], *call: Any) -> MpiCall:
@@ -298,23 +298,12 @@ def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI
         everyone.Free()
 
 
-def _typed_buffer(tensor: Tensor, datatype: MPI.Datatype) -> Buffer:
-    """The memory of a contiguous tensor as ``numel`` numbers of an MPI datatype; it must outlive the MPI call."""
-    _synchronize_cuda(tensor)
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
-
-
 def _byte_buffer(tensor: Tensor) -> Buffer:
-    """The memory of a contiguous tensor as plain bytes: for what is moved and not computed with."""
-    _synchronize_cuda(tensor)
+    """The memory of a contiguous tensor as plain bytes, for what is moved only; it must outlive the MPI call."""
+    if tensor.is_cuda:  # a GPU-aware MPI does not know the streams: what writes the tensor has to have ended
+        torch.cuda.current_stream(tensor.device).synchronize()
     nbytes = tensor.nbytes
     return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
-
-
-def _synchronize_cuda(tensor: Tensor) -> None:
-    """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _written(word: Any) -> Any:

@@ -70,7 +70,12 @@ class HierarchicalReduction:
         self._waits = waits
         self._step = step
         (self._launched,) = queue.launch([step], flat)
-        self.summed = Work(step.title, waits, self._is_summed, absent=partial(queue.absent, self._launched))
+        self.summed = Work(
+            step.title,
+            waits,
+            lambda: step.sums is not None or queue.has_ended([self._launched]),
+            absent=partial(queue.absent, self._launched),
+        )
 
     @property
     def sums(self) -> list[Tensor]:
@@ -83,9 +88,6 @@ class HierarchicalReduction:
         self._step.is_over_nodes = True
         self._waits.progress()
         return self._queue.work([self._launched])
-
-    def _is_summed(self) -> bool:
-        return self._step.sums is not None or self._queue.has_ended([self._launched])
 
 
 class SliceLink:

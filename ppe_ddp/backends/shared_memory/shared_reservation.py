@@ -117,7 +117,9 @@ class SharedMemory:
         with self._lock:
             known = self._map if address == self.address else self._peers.get(address)
             if known is None:
-                known = self._peers[address] = _opened(address)
+                if address.node != node_name():
+                    raise OSError(f"process {address.pid} is on another node")
+                known = self._peers[address] = open_memory_file(address.path, address.nbytes, address.token)
             return known
 
     def has_ended(self, address: Address) -> bool:
@@ -285,12 +287,6 @@ def _mapped(descriptor: int, nbytes: int, *, is_writable: bool = True) -> mmap.m
 
 def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-
-
-def _opened(address: Address) -> mmap.mmap:
-    if address.node != node_name():
-        raise OSError(f"process {address.pid} is on another node")
-    return open_memory_file(address.path, address.nbytes, address.token)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

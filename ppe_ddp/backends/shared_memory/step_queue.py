@@ -209,10 +209,12 @@ class StepQueue:
         Raises CommunicationError where that takes longer, or the group was given up.
         """
         last = self._launched
+
+        def is_over() -> bool:
+            return self._finished >= last or any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
+
         try:
-            self._waits.until(
-                lambda: self._finished >= last or self._is_left_behind(last), "destroy_process_group", seconds=seconds
-            )
+            self._waits.until(is_over, "destroy_process_group", seconds=seconds)
         finally:
             self._own[_LEFT] = 1
 
@@ -225,9 +227,6 @@ class StepQueue:
         """End the connections with other nodes; what is still under way there is given up."""
         for link in (*self._links, *self.links_of_callers):
             link.give_up() if self._crossing else link.close()
-
-    def _is_left_behind(self, last: int) -> bool:
-        return any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""

@@ -29,30 +29,20 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatter:
-    """A reduce-scatter of flat tensors: each rank gets its part of the sum.
+    """A reduce-scatter of flat tensors on ``device``: each rank gets its part of the sum.
 
-    Args:
-        from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
-        by_all_to_all: Whether to do it by an all-to-all and a local sum, which takes a second buffer as large as the
-            message until the result was waited for; else by the backend's own collective.
+    gloo's takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an all-to-all and a sum take
+    2.7 (on four ranks 11.6 and 5.5), and a second buffer as large as the message until the result was waited for. Over
+    mpi4py it is the other way around.
     """
 
-    def __init__(self, groups: Groups, pool: MemoryPool, *, from_pool: bool, by_all_to_all: bool) -> None:
+    def __init__(self, groups: Groups, pool: MemoryPool, device: torch.device) -> None:
         self._groups = groups
         self._pool = pool
         self._world_size = groups.world_size
-        self._by_all_to_all = by_all_to_all
-        self.from_pool = from_pool
-
-    @classmethod
-    def fastest(cls, groups: Groups, pool: MemoryPool, device: torch.device) -> ReduceScatter:
-        """The fastest reduce-scatter for tensors on ``device`` over the backend of ``groups``.
-
-        gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
-        all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
-        """
-        is_gloo = backends_of(groups.buckets).get(device.type) == "gloo"
-        return cls(groups, pool, from_pool=offers_memory(groups.buckets, device), by_all_to_all=is_gloo)
+        self._by_all_to_all = backends_of(groups.buckets).get(device.type) == "gloo"
+        # Whether what lies in the pool's memory goes faster than what lies elsewhere.
+        self.from_pool = offers_memory(groups.buckets, device)
 
     def memory_for_share(self, flat: Tensor) -> Tensor:
         """Memory for this rank's part of the sum of ``flat``, of its dtype; with arbitrary contents."""

@@ -10,7 +10,8 @@ with any other tensor: where it is gone from ``.grad`` the shard is void, and ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,18 +29,6 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 
-class Weight(Protocol):
-    """The 1-D tensor that an optimizer updates: its ``grad`` is the shard of the average."""
-
-    grad: Tensor | None
-
-
-class _Unclaimed:
-    """Holds the shard's gradient as long as no optimizer has attached a weight."""
-
-    grad: Tensor | None = None
-
-
 class GradientShard:
     """The average of one shard, and this rank's gradients that were added since.
 
@@ -49,7 +38,8 @@ class GradientShard:
     def __init__(self, title: str) -> None:
         self.title = title
         self.local: Tensor | None = None  # what this rank's backwards have added, whole and not averaged
-        self.weight: Weight = _Unclaimed()  # whose ``grad`` is the average
+        # Its ``grad`` is the average; the 1-D tensor that an optimizer updates, once one has attached it.
+        self.weight: Any = SimpleNamespace(grad=None)
 
     def attach(self, weight: Tensor) -> None:
         """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
@@ -60,7 +50,8 @@ class GradientShard:
     @property
     def value(self) -> Tensor | None:
         """This rank's shard of the average, 1-D; None if there is none."""
-        return self.weight.grad
+        value: Tensor | None = self.weight.grad
+        return value
 
     @value.setter
     def value(self, value: Tensor | None) -> None:

@@ -121,7 +121,7 @@ class ShardedParameters(ShardedModel):
         """A reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fastest(self.groups, self._pool, plan.device)
+            transport = ReduceScatter(self.groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         specs = [context.specs[i] for i in plan.members]
         rows = Rows(specs, self.groups.rank, self.groups.world_size)

@@ -222,18 +222,12 @@ class Rows:
         numels = [spec.numel for spec in specs]
         self._world_size = world_size
         self._chunks = [chunk_of(numel, world_size) for numel in numels]
-        self.width = sum(self._chunks)
-        """The length of a row."""
+        self.width = sum(self._chunks)  # of a row
         self._offsets = [0, *accumulate(self._chunks)][:-1]
         own = [stop - start for start, stop in (bounds_of(numel, rank, world_size) for numel in numels)]
         self._short = [(k, size) for k, size in enumerate(own) if size != self._chunks[k]]
-        self.is_full = not self._short
-        """Whether no chunk of this rank is padded."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all rows."""
-        return self.width * self._world_size
+        self.is_full = not self._short  # no chunk of this rank is padded
+        self.numel = self.width * world_size  # of all rows
 
     def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
         """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero.
