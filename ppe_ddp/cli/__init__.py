@@ -38,10 +38,7 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def main(
-    words: Sequence[str] | None = None,
-    *,
-    program: str = "python -m ppe_ddp",
-    commands: Sequence[Command] = COMMANDS,
+    words: Sequence[str] | None = None, *, program: str = "python -m ppe_ddp", commands: Sequence[Command] = COMMANDS
 ) -> int:
     """Runs one command.
 

@@ -32,14 +32,7 @@ from torch import Tensor
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import (
-    BACKENDS,
-    Platform,
-    in_turn,
-    largest,
-    on_ranks,
-    print_table,
-)
+from ppe_ddp.cli.benchmarking import BACKENDS, Platform, in_turn, largest, on_ranks, print_table
 from ppe_ddp.cli.command_line import fail, size_of, write_report
 from ppe_ddp.launchers import detect
 

@@ -396,11 +396,7 @@ def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, A
 
 
 def _measured(
-    name: str,
-    settings: Mapping[str, Any],
-    platform: Platform,
-    control: ProcessGroup | None,
-    group: ProcessGroup | None,
+    name: str, settings: Mapping[str, Any], platform: Platform, control: ProcessGroup | None, group: ProcessGroup | None
 ) -> dict[str, Any]:
     """Let all take part in one model: check them, then time them in turn."""
     workload, skipped = WORKLOADS[name], {}

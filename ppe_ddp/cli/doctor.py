@@ -21,24 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from ppe_ddp.backends.cupy_nccl.nccl_library import (
-    NCCL_OF_SHARED_DEVICES,
-    SHARE_DEVICES,
-    torch_nccl,
-    torch_nccl_text,
-)
+from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, SHARE_DEVICES, torch_nccl, torch_nccl_text
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.cli.command_line import (
-    add_json,
-    count,
-    fail,
-    machine_facts,
-    print_rows,
-    told,
-    versions,
-    write_report,
-)
+from ppe_ddp.cli.command_line import add_json, count, fail, machine_facts, print_rows, told, versions, write_report
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import offers_memory

@@ -45,12 +45,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "bucket_cap_mb": 0.0002},
 )
 _Shape = tuple[int, ...]
-_BUCKETS: tuple[tuple[_Shape, ...], ...] = (
-    ((5,),),
-    ((3, 4), (0, 2), (), (7,)),
-    ((1,),),
-    ((1 << 16,), (33,)),
-)
+_BUCKETS: tuple[tuple[_Shape, ...], ...] = (((5,),), ((3, 4), (0, 2), (), (7,)), ((1,),), ((1 << 16,), (33,)))
 _GUARD = 16
 _SIZES = (1, 5, 100_003)
 _MODULUS = 5
@@ -127,13 +122,7 @@ class _KnownBucket:
     """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
-        self,
-        index: int,
-        shapes: Sequence[_Shape],
-        groups: Groups,
-        dtype: torch.dtype,
-        device: str,
-        division: Division,
+        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, division: Division
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)

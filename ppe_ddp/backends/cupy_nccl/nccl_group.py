@@ -44,10 +44,7 @@ _PATIENCE_SECONDS = 1.0
 
 def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
     """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU."""
-    makers = {
-        "cuda": lambda: NcclGroup(arguments, library, CudaDevice()),
-        "cpu": lambda: group_over("gloo", arguments),
-    }
+    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: group_over("gloo", arguments)}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
 
 

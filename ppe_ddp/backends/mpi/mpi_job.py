@@ -166,13 +166,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
     world.Bcast(address)
     store = TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, rank, size
 

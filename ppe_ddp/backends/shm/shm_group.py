@@ -14,12 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.device_routed_group import (
-    DeviceRoutedGroup,
-    beside_other_backends,
-    copied_arguments,
-    group_over,
-)
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, group_over
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import address_key, backend_for, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
