@@ -251,13 +251,9 @@ def _measured_constants(launcher: str, arguments: argparse.Namespace) -> Constan
 def constants_of(
     node: Mapping[int, float], wire: Mapping[int, float], pack_per_byte: float, algorithm: str
 ) -> Constants:
-    """The constants that explain what was measured.
+    """The constants that explain seconds of all-reduces by their bytes, a small one and a large one.
 
-    Args:
-        node: Seconds of all-reduces on one node, by their bytes: a small one and a large one.
-        wire: The same between two nodes of a rank each.
-        pack_per_byte: As measured.
-        algorithm: As :class:`Constants` has it.
+    Those of ``node`` were measured on one node, those of ``wire`` between two nodes of a rank each.
     """
     (small, short), (large, long) = sorted(node.items())
     (_, short_wire), (_, long_wire) = sorted(wire.items())

@@ -128,11 +128,8 @@ class PythonGroup(ProcessGroup):
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Give back what ``abort()`` could not, as other ranks used the group; called when all ranks have aborted it.
 
-        Args:
-            exchange: Brings a word of each rank, as JSON can write it, under a name, to all ranks.
-
-        Raises:
-            CommunicationError: Not all ranks have come to exchange words.
+        ``exchange`` brings a word of each rank, as JSON can write it, under a name, to all; CommunicationError where
+        not all have come.
         """
 
     def _set_sequence_number_for_group(self) -> None:
@@ -367,10 +364,8 @@ class PendingGroup(CollectiveGroup):
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
         """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
 
-        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
-
-        Raises:
-            ValueError: There is no such memory for this device.
+        Not collective; ValueError where there is no such memory. An all-reduce, reduce-scatter or all-gather of it is
+        under way until its Work was waited for.
         """
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
@@ -382,14 +377,10 @@ class PendingGroup(CollectiveGroup):
         return self._shared.nodes
 
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
-        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one node.
+        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one of :attr:`nodes`.
 
         The same sum as an all-reduce makes; but what is large is sent from that node instead of being summed over the
         nodes, which takes half the traffic. All ranks call it together, as any collective.
-
-        Args:
-            tensor: Of the same size and dtype everywhere; changed in place.
-            node: Which of :attr:`nodes`; the same everywhere.
         """
         return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 

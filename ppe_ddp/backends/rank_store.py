@@ -333,13 +333,10 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
-    """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
+    """Wait until all ``ranks`` (of the world, in the order of the group) make this group: a transport may wait for ever.
 
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        ranks: Of the world, in the order of the group.
-        options: What they must all make it with; compared by its text, as is whether collectives are compared.
-        store: That the ranks share, under the name of the group.
+    All must make it with the same ``options``, compared by their text, as is whether collectives are compared. The
+    ``store`` is shared by them, under the name of the group.
 
     Returns:
         How many groups of this name there have been, with this one: keys in the store of those before are still there.

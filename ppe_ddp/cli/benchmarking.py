@@ -153,16 +153,12 @@ def on_ranks(
 ) -> int:
     """Measure on the ranks that a launcher has started, or on new ones.
 
-    Args:
-        measure: A function of a module, called as ``measure(*words)`` on every rank in a process group.
-        words: Its arguments, the same on every rank.
-        publish: Prints what rank 0 has measured, on rank 0, given that and the number of ranks; returns the exit code.
-        ranks: How many to start, None for two; where a launcher has started some, as many or None.
-        platform: Where; by default the CPU.
+    ``measure``, a function of a module, is called with ``words`` on every rank in a process group, and ``publish`` on
+    rank 0 with its result there and the number of ranks. It starts ``ranks``, by default two; where a launcher has
+    started some, there must be as many.
 
     Returns:
-        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks that there are
-        cannot be used.
+        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks cannot be used.
     """
     platform = platform or Platform()
     try:
@@ -249,12 +245,8 @@ def print_table(
 ) -> None:
     """Print a table for 80 columns, or as wide as its numbers are: with less room they would be cut off.
 
-    Args:
-        arguments: Of the command, whose report may go to stdout in its place.
-        title: Above it.
-        caption: Below it, wrapped; with the processor, its cores, and torch's version.
-        headings: One a column; the first is of text, as is one that begins with ``<``.
-        rows: Its cells; empty for a line.
+    The caption is wrapped, and gets the processor, its cores, and torch's version. The first heading is of text, as is
+    one that begins with ``<``; an empty row is a line. Where the report goes to stdout, the table goes to stderr.
     """
     facts, file = machine_facts(), told(arguments)
     caption = f"{caption}; {facts['cpu']}, {facts['cores']} cores; torch {torch.__version__}"

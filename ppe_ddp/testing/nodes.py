@@ -266,18 +266,12 @@ class NodesError(RuntimeError):
 
 
 class Namespaces:
-    """New Linux namespaces, and a shell that keeps them until :meth:`close`.
+    """New Linux namespaces, and a shell that keeps them until :meth:`close`; NodesError where they cannot be made.
 
     They have no names that another run could meet. The shell reads from a pipe that this process alone holds, so they
-    end, with every process in them, however this one ends.
-
-    Args:
-        kinds: Some of ``net``, ``mount``, ``ipc``, ``uts`` and ``pid``; with the last, ``/proc`` is new as well.
-        name: Their host name.
-        hosts: The content of ``/etc/hosts``.
-
-    Raises:
-        NodesError: They cannot be made here.
+    end, with every process in them, however this one ends. ``kinds`` are some of ``net``, ``mount``, ``ipc``, ``uts``
+    and ``pid``, with the last of which ``/proc`` is new as well; ``name`` is the host name, ``hosts`` the content of
+    ``/etc/hosts``.
     """
 
     def __init__(self, kinds: Sequence[str], name: str, hosts: str) -> None:

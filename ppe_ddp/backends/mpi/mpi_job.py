@@ -128,12 +128,9 @@ def _abort(code: int = 1) -> None:
 def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
     """Make one store that all ranks of MPI's world share; every rank of that world must call it together.
 
-    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on
-    all interfaces, and tells the others its address over MPI.
-
-    Args:
-        url: ``mpi://``, with a ``rank`` or ``world_size`` in its query where the user gave them.
-        timeout: The store's; None for torch's default.
+    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on all
+    interfaces, and tells the others its address over MPI. ``url`` is ``mpi://``, with a ``rank`` or ``world_size`` in
+    its query where the user gave them.
 
     Returns:
         The store, this process's rank and the number of ranks, both MPI's.

@@ -227,13 +227,9 @@ class MpiWire:
 def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callable[[str, Any], list[Any]]) -> None:
     """Free the communicators of a group; every rank of it calls this, when all have given the group up.
 
-    Args:
-        wires: With their ranks in the group, by a name that is the same on all of those; the first is that of the
-            group. A rank that lacks one keeps it from being freed.
-        exchange: Brings a word of each rank, under a name, to all.
-
-    Raises:
-        CommunicationError: Not all ranks have come.
+    There are ``wires`` with their ranks in the group, by a name that is the same on all of those; the first is that of
+    the group. A rank that lacks one keeps it from being freed. ``exchange`` brings a word of each rank, under a name,
+    to all; it raises CommunicationError where not all ranks have come.
     """
     with progress_engine(os.getpid()).lock:
         own = {name: wire.count for name, (wire, _) in wires.items()}

@@ -51,10 +51,9 @@ class Hierarchy:
     def start(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> HierarchicalReduction:
         """Begin to sum ``flat`` over the ranks of each node; all ranks of the group must call it together.
 
-        Args:
-            flat: 1-D and contiguous, of the same size and a floating dtype everywhere; to be left alone until it is
-                over. Changed in place.
-            ranges: Of each slice, where its elements begin and end, in ascending order; disjoint, the same everywhere.
+        It is 1-D and contiguous, of the same size and a floating dtype everywhere, and changed in place until it is
+        over. For each slice the ``ranges`` are where its elements begin and end, in ascending order; disjoint, the same
+        everywhere.
         """
         is_shared = self._memory.position(flat) >= 0
         local = self._memory.view_of(flat) if is_shared else flat.detach()

@@ -151,14 +151,10 @@ class SharedMemoryGroup:
     def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
         """Begin a collective of addressable tensors; by kept steps where it came with the same memory before.
 
-        Args:
-            what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            *tensors: As :class:`Collectives` takes them.
-            kind: The operation, ``ReduceOp.op``.
-            source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
-
-        Returns:
-            None where these tensors do not go through shared memory; nothing has happened then.
+        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, for tensors as :class:`Collectives`
+        takes them; ``kind`` the operation, ``ReduceOp.op``. ``source`` is, of an all-reduce, the only one of
+        :attr:`nodes` whose tensors are not zero. None where these tensors do not go through shared memory; nothing has
+        happened then.
         """
         queue = self.queue
         if queue is None or what not in self._makers:
