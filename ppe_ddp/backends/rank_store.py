@@ -333,7 +333,7 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
-    """Wait until all ``ranks`` (of the world, in the order of the group) make this group: a transport may wait for ever.
+    """Wait until all ``ranks`` (of the world, in the group's order) make this group; a transport may wait for ever.
 
     All must make it with the same ``options``, compared by their text, as is whether collectives are compared. The
     ``store`` is shared by them, under the name of the group.
