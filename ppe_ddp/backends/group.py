@@ -77,13 +77,11 @@ class PythonGroup(ProcessGroup):
     supports_time_estimate = False
 
     def name(self) -> str:
-        """The name that the backend is registered under."""
         return self._backend_name
 
     getBackendName = name
 
     def get_group_store(self) -> Any:
-        """The store that the ranks of this group share."""
         return self._store
 
     def getGroupName(self) -> str:
@@ -91,15 +89,12 @@ class PythonGroup(ProcessGroup):
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch when the group is made."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """What the user says that the group is for."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Called by torch when the group is made."""
         self._group_desc = desc
 
     @property
@@ -118,11 +113,9 @@ class PythonGroup(ProcessGroup):
 
     # By these names torch's C++ part asks for them, in versions of torch after 2.13.
     def start_coalescing(self, device: device) -> None:
-        """Begin calls that belong together."""
         self._start_coalescing(device)
 
     def end_coalescing(self, device: device) -> TorchWork:
-        """End them; what comes back stands for all."""
         return self._end_coalescing(device)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
@@ -156,7 +149,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
-        """Reduce each tensor over the ranks, in place."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
@@ -189,7 +181,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
-        """Do what ``all_gather_single`` does for several tensors."""
         rows = zip(outputs, inputs, strict=True)
         return self._run("all_gather_single_coalesced", self._over.all_gather, rows, outputs)
 
@@ -207,7 +198,6 @@ class CollectiveGroup(PythonGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Do what ``reduce_scatter_single`` does for several tensors."""
         rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
         return self._run("reduce_scatter_single_coalesced", self._over.reduce_scatter, rows, outputs)
 

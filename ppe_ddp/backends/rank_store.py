@@ -72,11 +72,9 @@ class WrittenKeys:
         return name
 
     def set(self, key: str, value: str) -> None:
-        """Write ``value``."""
         self._whole.set(self.note(key), value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
         return self._whole.add(self.note(key), amount)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
@@ -92,11 +90,9 @@ class WrittenKeys:
         return multi_get(self._whole, [self._prefix + key for key in keys])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these were written."""
         return self._whole.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all of these were written."""
         self._whole.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> None:
@@ -276,7 +272,6 @@ class Meeting:
         return self._store.add(self._count, 0) == self._size
 
     def absent(self) -> list[int]:
-        """The ranks that have not come."""
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
     def forget(self) -> None:

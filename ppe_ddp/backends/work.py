@@ -192,7 +192,6 @@ class PythonWork(dist.Work):
     outputs: Any = None
 
     def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
         self.wait()
 
     block_current_stream = synchronize
@@ -308,11 +307,9 @@ class Work(PythonWork):
         return self.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What ``wait()`` will raise."""
         return self._error if self.is_completed() else None
 
     def source_rank(self) -> int:
@@ -350,7 +347,6 @@ class Work(PythonWork):
             call()
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
-        """Wait, and hand on what came of it."""
         try:
             self.wait()
         except Exception as error:
@@ -433,7 +429,6 @@ class WireCall:
                 self._end(self._waits.error(self.what, self._waits.failure))
 
     def poll(self) -> bool:
-        """Whether it has ended well."""
         is_done = self.is_done if self._is_queued else self.advance()
         if self._error is not None:
             raise self._error
@@ -507,7 +502,6 @@ class CallQueue:
         self._progress.progress()
 
     def is_empty(self) -> bool:
-        """Whether nothing is under way."""
         return not self._calls
 
     def advance(self) -> bool:

@@ -341,7 +341,6 @@ class Contestant:
         self.module, self.wrapper, self.steps = module, wrapper, 0
 
     def take(self, steps: int) -> None:
-        """Make the next steps."""
         for _ in range(steps):
             route = self.workload.route(self.steps, dist.get_rank())
             (self.optimizer or self.module).zero_grad(set_to_none=True)
@@ -364,7 +363,6 @@ class Contestant:
         return sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)
 
     def state_nbytes(self) -> int:
-        """The bytes that this rank's optimizer keeps."""
         inner: Any = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
         tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         master = self.optimizer.master_nbytes if isinstance(self.optimizer, DistributedOptimizer) else 0

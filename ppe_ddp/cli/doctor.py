@@ -63,7 +63,6 @@ class Env:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         add_json(parser)
 
     @staticmethod
@@ -246,7 +245,6 @@ class Doctor:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         only = "only this one, of ours or your own; may be repeated"
         parser.add_argument("--backend", action="append", default=[], metavar="NAME", help=only)
         setup = "called without arguments in each rank before it joins: registers a backend of your own"

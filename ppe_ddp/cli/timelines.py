@@ -32,7 +32,6 @@ class TraceScript:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         parser.add_argument("--out", type=Path, default="timeline", metavar="FOLDER", help="default: timeline")
         _add_no_pictures(parser)
         parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
@@ -73,7 +72,6 @@ class DrawTimeline:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the records are")
         _add_no_pictures(parser)
 

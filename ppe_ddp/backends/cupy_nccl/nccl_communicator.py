@@ -197,12 +197,10 @@ class PreparedCalls:
         return self
 
     def send(self, tensor: Tensor, peer: int) -> PreparedCalls:
-        """Add the sending of a tensor."""
         source = _readable(tensor)
         return self.call("send", (source,), source.nbytes, BYTE, peer)
 
     def receive(self, tensor: Tensor, peer: int) -> PreparedCalls:
-        """Add the receiving of a tensor."""
         target = self.output(tensor)
         return self.call("recv", (target,), target.nbytes, BYTE, peer)
 
@@ -215,7 +213,6 @@ class PreparedCalls:
         return self
 
     def finish(self) -> None:
-        """Copy the results, after the calls."""
         for tensor, memory in self.copies:
             tensor.detach().copy_(memory)
 
@@ -237,31 +234,26 @@ class NcclCollectives:
         self._arguments = CollectiveArguments(rank, size)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> PreparedCalls:
-        """Reduce over the ranks, in place."""
         part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         return part.call("allReduce", (source, part.output(tensor)), *numbers)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> PreparedCalls:
-        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         # NCCL writes to the root's output alone.
         target = part.output(tensor) if self.rank == root else source
         return part.call("reduce", (source, target), *numbers, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> PreparedCalls:
-        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
         part = PreparedCalls()
         memory = _readable(tensor) if self.rank == root else part.output(tensor)
         return part.call("broadcast", (memory, memory), memory.nbytes, BYTE, root)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> PreparedCalls:
-        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
         self._arguments.check_whole("an all-gather", tensor, output)
         part, source = PreparedCalls(), _readable(tensor)
         return part.call("allGather", (source, part.output(output)), source.nbytes, BYTE)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PreparedCalls:
-        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
         self._arguments.check_parts("an all-gather", tensor, outputs)
         if _are_even(outputs):
             flat = _flat_for(outputs)
@@ -278,13 +270,11 @@ class NcclCollectives:
         return part
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> PreparedCalls:
-        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
         self._arguments.check_whole("a reduce-scatter", output, tensor)
         part, (source, total, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         return part.call("reduceScatter", (source, part.output(output)), total // self.size, *numbers)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> PreparedCalls:
-        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
         self._arguments.check_parts("a reduce-scatter", output, tensors)
         if _are_even(tensors):
             return self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
@@ -298,7 +288,6 @@ class NcclCollectives:
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> PreparedCalls:
-        """Send each rank its rows, and receive its rows from each."""
         check_dtypes(output, tensor)
         part = PreparedCalls()
         sent = _readable(tensor).view(-1).split(self._arguments.split_sizes(tensor, input_splits))
@@ -306,19 +295,16 @@ class NcclCollectives:
         return part.exchange(sent, received)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PreparedCalls:
-        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
         self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
         self._arguments.check_list(tensors, "inputs of an all-to-all")
         return PreparedCalls().exchange(tensors, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PreparedCalls:
-        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         if self.rank == root:
             self._arguments.check_list(outputs, "outputs of a gather", tensor)
         return PreparedCalls().send(tensor, root).exchange((), outputs if self.rank == root else ())
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PreparedCalls:
-        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         if self.rank == root:
             self._arguments.check_list(tensors, "inputs of a scatter", output)
         return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)

@@ -93,7 +93,6 @@ class NcclGroup(CollectiveGroup):
         return self._message(f"send to rank {peer}", tensors, (self.rank(), peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to receive one tensor."""
         return self._message(f"receive from rank {peer}", tensors, (peer, self.rank()))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
@@ -263,7 +262,6 @@ class NcclOperation:
             raise CommunicationError(str(self._error)) from self._error
 
     def done(self) -> bool:
-        """Whether the device is through with it."""
         return self._launched and all(event.query() for _, event in self.events)
 
 
@@ -319,11 +317,9 @@ class NcclWork(PythonWork):
         return self.exception() is not None or self._operation.done()
 
     def is_success(self) -> bool:
-        """Whether the device is through with it, and it has not failed."""
         return self.exception() is None and self._operation.done()
 
     def exception(self) -> BaseException | None:
-        """The error that it, or the group, has failed with."""
         try:
             self._operation.check()
         except CommunicationError as error:

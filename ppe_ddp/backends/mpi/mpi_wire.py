@@ -66,7 +66,6 @@ class MpiCall:
         self.memory = memory
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if not self.request.Test():
             return False
         self.memory = ()
@@ -92,7 +91,6 @@ class MpiMessage:
         return self._request is not None and not self._is_done
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if self._request is None and self._start is not None:
             self._request = self._start()
         status = MPI.Status()
@@ -131,37 +129,29 @@ class MpiWire:
         self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
-        """See :meth:`Wire.all_reduce`."""
         return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
 
     def broadcast(self, flat: Tensor, root: int) -> MpiCall:
-        """See :meth:`Wire.broadcast`."""
         return self._begun(self.comm.Ibcast(_byte_buffer(flat), root), (flat,), "broadcast", flat, root)
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> MpiCall:
-        """See :meth:`Wire.all_gather`."""
         block = (_byte_buffer(rows)[0], flat.nbytes, MPI.BYTE)  # mpi4py wants the count of one rank's part
         request = self.comm.Iallgather(_byte_buffer(flat), block)
         return self._begun(request, (rows, flat), "all_gather", rows, flat)
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> MpiCall:
-        """See :meth:`Wire.all_to_all`."""
         size = flat.itemsize
         bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
         there, here = [_byte_buffer(flat)[0], bytes_out, MPI.BYTE], [_byte_buffer(output)[0], bytes_in, MPI.BYTE]
         return self._begun(self.comm.Ialltoallv(there, here), (output, flat), "all_to_all", bytes_in, bytes_out)
 
     def barrier(self) -> MpiCall:
-        """See :meth:`Wire.barrier`."""
         return self._begun(self.comm.Ibarrier(), (), "barrier")
 
     def send(self, flat: Tensor, peer: int, tag: int) -> MpiMessage:
-        """See :meth:`Wire.send`."""
         return self._noted(MpiMessage(lambda: self.comm.Isend(_byte_buffer(flat), peer, tag), flat))
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> MpiMessage:
-        """See :meth:`Wire.receive`."""
-
         def start() -> MPI.Request | None:
             if peer is not None:
                 return self.comm.Irecv(_byte_buffer(flat), peer, tag)

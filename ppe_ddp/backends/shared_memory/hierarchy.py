@@ -110,7 +110,6 @@ class SliceLink:
         return self._begin("all_reduce", partial(self._wire.all_reduce, flat, _SUM))
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Work:
-        """See :meth:`Wire.all_to_all`."""
         return self._begin("all_to_all", partial(self._wire.all_to_all, output, flat, receiving, sending))
 
     def advance(self) -> bool:

@@ -36,7 +36,6 @@ class NodeLayout:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
         return next(node for node in self.nodes if self.rank in node)
 
     @property
@@ -46,12 +45,10 @@ class NodeLayout:
 
     @property
     def elsewhere(self) -> list[int]:
-        """The ranks of the other nodes."""
         return sorted(rank for node in self.nodes for rank in node if self.rank not in node)
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return sum(map(len, self.nodes))
 
     @property
@@ -65,7 +62,6 @@ class NodeLayout:
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """The rank of each node that owns a slice."""
         return tuple(node[index * len(node) // self.slices] for node in self.nodes)
 
     def targets(self, index: int) -> tuple[int | None, ...]:
@@ -77,7 +73,6 @@ class NodeLayout:
 
     @property
     def own_slices(self) -> range:
-        """The slices that this rank owns, next to one another."""
         own = [index for index in range(self.slices) if self.rank in self.owners(index)]
         return range(own[0], own[-1] + 1) if own else range(0)
 

@@ -135,12 +135,10 @@ class SharedMemoryGroup:
             self.hierarchy = Hierarchy(layout, own, queue, link)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Shared memory for a tensor of zeros."""
         assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
     def close(self) -> None:
-        """End the connections with other nodes."""
         if self.queue is not None:
             self.queue.close_links()
 

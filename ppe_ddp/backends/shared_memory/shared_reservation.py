@@ -182,7 +182,6 @@ class ControlPage:
 
     @property
     def is_left(self) -> bool:
-        """Whether its rank has left the group."""
         return bool(self._life[0] != self._first_seen)
 
     def leave(self) -> None:

@@ -139,14 +139,12 @@ class AllReduceStep(Step):
     name = 0
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what the others sum."""
         local = self.local
         self.shared = memory[: local.nbytes].view(local.dtype)
         for part in self._parts_of_others(rank, size):
             self.shared[part].copy_(local[part])
 
     def finish(self, rank: int, size: int) -> None:
-        """Take what the others have summed."""
         if self.shared is not None and self.shared is not self.local:
             for part in self._parts_of_others(rank, size):
                 self.local[part].copy_(self.shared[part])
@@ -170,7 +168,6 @@ class AllReduceStep(Step):
             yield from columns(self.local[part], *others)
 
     def act(self, scratch: Scratch) -> None:
-        """Sum own slice over all ranks, and write it into the memory of all."""
         for own, *others in self._views:
             _reduce(own, own, others, self.kind, scratch)
             for other in others:
@@ -182,11 +179,9 @@ class RowsStep(Step):
 
     @property
     def stride(self) -> int:
-        """From one row of ``shared`` to the next, in elements."""
         return 0 if self.shared is None else self.shared.stride(0)
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Make room for all rows."""
         rows = self.local
         self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
 
@@ -206,7 +201,6 @@ class ReduceScatterStep(RowsStep):
         self._result = result
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy the rows of the others."""
         super().stage(memory, rank, size)
         assert self.shared is not None
         for part in (slice(0, rank), slice(rank + 1, size)):
@@ -222,7 +216,6 @@ class ReduceScatterStep(RowsStep):
         return columns(result, own, *others)
 
     def act(self, scratch: Scratch) -> None:
-        """Sum own row over all ranks."""
         for result, own, *others in self._views:
             _reduce(result, own, others, self.kind, scratch)
 
@@ -243,7 +236,6 @@ class AllGatherStep(Step):
         self._rows = rows
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy this rank's."""
         share = self.local
         self.shared = memory[: share.nbytes].view(share.dtype).copy_(share)
 
@@ -259,7 +251,6 @@ class AllGatherStep(Step):
                 yield row, share
 
     def act(self, scratch: Scratch) -> None:
-        """Read what the others have published."""
         for row, source in self._views:
             row.copy_(source)
 

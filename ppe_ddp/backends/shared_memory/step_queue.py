@@ -195,7 +195,6 @@ class StepQueue:
         return [rank for rank, page in zip(ranks, self._controls, strict=True) if page[word] < number]
 
     def is_closed_elsewhere(self) -> bool:
-        """Whether another rank takes no part any more."""
         return any(map(_closed, self._controls))
 
     def count_message(self) -> Callable[[], list[int]]:
@@ -220,7 +219,6 @@ class StepQueue:
 
     @property
     def is_crossing(self) -> bool:
-        """Whether something is under way between nodes."""
         return bool(self._crossing)
 
     def close_links(self) -> None:

@@ -69,7 +69,6 @@ class WireMemory:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many elements with arbitrary contents."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(0, dtype=dtype)
@@ -83,7 +82,6 @@ class WireMemory:
         return memory[:nbytes].view(dtype)
 
     def give_back(self, wire: Tensor) -> None:
-        """Let it be used again: nothing is under way in it."""
         if wire.numel():
             self._free.append(self._lent.pop(wire.data_ptr()))
             del self._free[:-_MOST_FREE]
@@ -105,15 +103,12 @@ class Crossing(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of what is under way."""
         return sum(wire.nbytes for one in self.sent for wire in one.wires)
 
     def done(self) -> bool:
-        """Whether all has arrived; moves it."""
         return all([one.under_way.done() for one in self.sent])
 
     def give_back(self, memory: WireMemory) -> None:
-        """Let its memory be used again."""
         for wire in [wire for one in self.sent for wire in one.wires] + ([] if self.own is None else [self.own]):
             memory.give_back(wire)
 
@@ -149,7 +144,6 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         self._size = sum(map(len, layout.nodes))
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum this rank's slices over the node, and begin to bring the sums to the other nodes."""
         sent = []
         has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
         for views, link in zip(self._views, links, strict=False):
@@ -167,7 +161,6 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what has arrived into the memory of all ranks of the node."""
         for views, (wire,), _ in crossing.sent:
             divide(wire, self.kind, self._size)
             _spread(wire, views)
@@ -203,11 +196,9 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         self._targets = [layout.targets(index) for index in layout.own_slices]
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy the rows of the others."""
         super().stage(memory, self._layout.rank, len(self.local))
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum own row and those of others over the node, and begin to send these."""
         if not self._views:
             return Crossing([])
         dtype = WIRE.get(self.local.dtype, self.local.dtype)
@@ -227,7 +218,6 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         return Crossing(sent, own)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Add up what has come for this rank, in the order of nodes."""
         if crossing.own is None:
             return
         rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
@@ -269,12 +259,10 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         self._layout = layout
 
     def finish(self, rank: int, size: int) -> None:
-        """Take what all have written."""
         if self.shared is not None and self.shared is not self.local:
             self.local.copy_(self.shared)
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Write this rank's share, and begin to send it."""
         if not self._views:
             return Crossing([])
         layout, width = self._layout, self._share.numel()
@@ -291,7 +279,6 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what has come."""
         for index, (_, (come, _), _) in zip(self._layout.own_slices, crossing.sent, strict=False):
             targets = [one for one in self._layout.targets(index) if one not in (None, self._layout.rank)]
             for target, part in zip(targets, come.split(self._share.numel()) if targets else (), strict=True):
@@ -352,7 +339,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         """Nothing: the caller moves it."""
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum this rank's ranges over the node."""
         sums, views = [], iter(self._views)
         dtype = WIRE.get(self.local.dtype, self.local.dtype)
         for index in self._own:
@@ -365,7 +351,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         return Crossing([Sent((), tuple(sums), self)])
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what the sums have become into the memory of all ranks of the node."""
         assert self.sums is not None
         views = iter(self._views)
         for index, total in zip(self._own, self.sums, strict=True):

@@ -41,7 +41,6 @@ class GlooCall:
         self._place = place
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         work = self._work
         if work is None:
             return True
@@ -55,7 +54,6 @@ class GlooCall:
         return True
 
     def block(self) -> None:
-        """See :meth:`InFlight.block`."""
         work = self._work
         if work is not None:
             with suppress(RuntimeError):
@@ -87,13 +85,11 @@ class GlooMessage:
         self._ended.set()
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if self._reason:
             raise CommunicationError(self._reason)
         return self._ended.is_set()
 
     def block(self) -> None:
-        """See :meth:`InFlight.block`."""
         self._ended.wait(_MOMENT.total_seconds())
 
 
@@ -117,44 +113,36 @@ class GlooWire:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
         return all([_is_done(call) for call in self._begun])
 
     def all_reduce(self, flat: Tensor, kind: Any) -> GlooCall:
-        """See :meth:`Wire.all_reduce`."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(kind)
         return self._call(self._group().allreduce([flat], options))
 
     def broadcast(self, flat: Tensor, root: int) -> GlooCall:
-        """See :meth:`Wire.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._call(self._group(root).broadcast([as_bytes(flat)], options))
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> GlooCall:
-        """See :meth:`Wire.all_gather`."""
         whole = as_bytes(rows)
         parts = list(whole.view(self.size, -1)) if whole.numel() else [whole] * self.size
         return self._call(self._group().allgather([parts], [as_bytes(flat)]))
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooCall:
-        """See :meth:`Wire.all_to_all`."""
         group, size = self._group(), flat.itemsize
         call = getattr(group, "alltoall_base", None) or group.all_to_all_single
         bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
         return self._call(call(as_bytes(output), as_bytes(flat), bytes_in, bytes_out))
 
     def barrier(self) -> GlooCall:
-        """See :meth:`Wire.barrier`."""
         return self._call(self._group().barrier())
 
     def send(self, flat: Tensor, peer: int, tag: int) -> GlooMessage:
-        """See :meth:`Wire.send`."""
         return GlooMessage(self._group().send([flat], peer, tag))
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> GlooMessage:
-        """See :meth:`Wire.receive`."""
         group = self._group()
         work = group.recv_anysource([flat], tag) if peer is None else group.recv([flat], peer, tag)
         return GlooMessage(work)

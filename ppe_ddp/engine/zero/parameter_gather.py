@@ -195,11 +195,9 @@ class ParameterGather:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether anything is waited for."""
         return bool(self._pending)
 
     def wait_for(self, parameter: nn.Parameter) -> None:
-        """Wait for the unit of ``parameter``."""
         self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
@@ -311,7 +309,6 @@ class ParameterGather:
                 self._handles.append(part.register_forward_pre_hook(_WaitHook(self, units), prepend=True))
 
     def unwatch(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

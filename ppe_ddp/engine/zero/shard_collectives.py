@@ -137,11 +137,9 @@ class _Then:
         self._finish: Callable[[], None] | None = finish
 
     def is_completed(self) -> bool:
-        """Whether nothing is in flight any more."""
         return bool(self.work.is_completed())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
-        """Wait for it, and finish it."""
         self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:

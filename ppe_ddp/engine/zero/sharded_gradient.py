@@ -81,11 +81,9 @@ class GradientShard:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Both, as far as they exist."""
         return [part for part in (self.value, self.local) if part is not None]
 
     def update(self, change: Callable[[Tensor], object]) -> None:
-        """Apply ``change`` to both, as far as they exist."""
         for part in self.parts:
             change(part)
 

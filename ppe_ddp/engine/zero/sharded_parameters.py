@@ -77,7 +77,6 @@ class ShardedParameters(ShardedModel):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that share the parameters."""
         return self.groups.parent
 
     @staticmethod
@@ -179,7 +178,6 @@ class ShardedParameters(ShardedModel):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all gradients are averages."""
         return self._are_averaged() or all(gradient.is_synchronized for gradient in self._gradients)
 
     def attach(self, index: int, weight: Tensor) -> None:
@@ -246,7 +244,6 @@ class ShardedParameters(ShardedModel):
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
 
     def write_in_place(self, indices: Sequence[int]) -> None:
-        """Note that these shards were written."""
         for index in indices:
             self._written[self._unit_of[index]].add(index)
 
@@ -270,7 +267,6 @@ class ShardedParameters(ShardedModel):
         return pending
 
     def abandon(self, unit: int | None = None) -> None:
-        """See :meth:`ShardedModel.abandon`."""
         if unit is not None:
             self._under_way.pop(unit, None)
             return
@@ -339,7 +335,6 @@ class ReduceScatterBucket(Bucket):
         self._row: Tensor | None = None
 
     def launch(self, *, is_last: bool) -> None:
-        """Copy the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
         rows = self._gradient_as_rows() if self.weight == 1.0 else None
@@ -384,7 +379,6 @@ class ReduceScatterBucket(Bucket):
         return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
     def finish(self) -> Steps:
-        """Wait for the result."""
         yield from self._transport.finish(self)
         self._message = None
 
@@ -396,6 +390,5 @@ class ReduceScatterBucket(Bucket):
         return AveragedShards(self._rows.parts(row))
 
     def release(self) -> None:
-        """Drop what belongs to one backward."""
         super().release()
         self._message = self._row = None

@@ -51,7 +51,6 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
 
