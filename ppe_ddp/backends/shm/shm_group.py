@@ -82,10 +82,7 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        # It connects in the group's own time, as a rank may die then.
-        group = _over_gloo(copied_arguments(arguments, keys.store), keys)
-        backend_for(group, torch.device("cpu")).set_timeout(self._timeout + _MORE_TIME)
-        self._wire = GlooWire([group])
+        self._wire = GlooWire([_over_gloo(copied_arguments(arguments, keys.store), keys, _MORE_TIME)])
         self._connect(
             self._wire,
             HostMemory(rank, "shm"),
@@ -142,7 +139,12 @@ def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Seque
     return GlooWire(groups, f"between nodes, of ranks {', '.join(map(str, ranks))}: ")
 
 
-def _over_gloo(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
-    """A group of gloo; ``keys``, of this one alone, are in the store of ``arguments``."""
+def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedelta()) -> ProcessGroup:
+    """A group of gloo; ``keys``, of this one alone, are in the store of ``arguments``.
+
+    It connects in the group's own time, as a rank may die then; a call has ``more_time``.
+    """
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
-    return group_over("gloo", arguments)
+    group = group_over("gloo", arguments)
+    backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
+    return group
