@@ -347,7 +347,6 @@ class TimelineSummary:
         return {rank: own - usual for rank, own in self.own_ms.items() if own > least}
 
     def __str__(self) -> str:
-        """A few lines."""
         lines = [f"{self.ranks} ranks, {self.backwards} synchronized backwards; a step takes {self.step_ms:.2f} ms"]
         if self.hidden is None:
             lines.append("nothing was sent")
