@@ -47,11 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out on rank 0.
-
-    Returns:
-        0, or 1 if a load gave wrong values or a rank failed; 2 if the ranks that there are cannot be used.
-    """
+    """Measure, and print what came out; 1 if a load gave wrong values or a rank failed, 2 if ranks cannot be used."""
 
     def publish(lines: list[dict[str, Any]], ranks: int) -> int:
         words = {True: "wrong", False: "right"}
@@ -65,11 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure a model of about ``nbytes`` in the default process group; all ranks call this together.
-
-    Returns:
-        A line for each contestant, the same on every rank, as the report has it.
-    """
+    """Measure a model of about ``nbytes`` in the default process group, on all ranks together: a line a contestant."""
     Platform().enter()
     torch.manual_seed(0)
     tensors = _model(nbytes).state_dict() if dist.get_rank() == 0 else {}

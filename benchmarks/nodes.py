@@ -19,11 +19,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def started_ranks(arguments: argparse.Namespace) -> Iterator[Ranks]:
-    """Ranks over gloo, on this machine or on nodes that are made of it.
-
-    Raises:
-        NodesError: Nodes cannot be made here.
-    """
+    """Ranks over gloo, on this machine or on nodes that are made of it; NodesError where these cannot be made."""
     if arguments.nodes is None:
         with Ranks(arguments.ranks or 2, timeout=_SECONDS, group_timeout=300) as ranks:
             yield ranks

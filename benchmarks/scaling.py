@@ -56,11 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints, and draws.
-
-    Returns:
-        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
-    """
+    """Measure, print, and draw; 1 if a rank failed, 2 where nodes cannot be made, or pictures not be drawn."""
     constants: dict[str, Constants] = {}
     lines: list[dict[str, Any]] = []
     try:
@@ -100,23 +96,14 @@ _UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the model, as measured.
+    """The constants of the model, as measured."""
 
-    Attributes:
-        node_latency: Seconds of the smallest all-reduce among the ranks of a node.
-        node_per_byte: Seconds that each further byte adds there.
-        wire_latency: Seconds of one round between nodes.
-        wire_per_byte: Seconds that a byte takes on a node's link.
-        pack_per_byte: Seconds that a rank needs to copy a byte of gradients into a bucket.
-        algorithm: Between the nodes: ``"ring"`` as in gloo, which has threads; ``"doubling"`` as in MPI.
-    """
-
-    node_latency: float
-    node_per_byte: float
-    wire_latency: float
-    wire_per_byte: float
-    pack_per_byte: float = 0.0
-    algorithm: str = "ring"
+    node_latency: float  # seconds of the smallest all-reduce among the ranks of a node
+    node_per_byte: float  # seconds that each further byte adds there
+    wire_latency: float  # seconds of one round between nodes
+    wire_per_byte: float  # seconds that a byte takes on a node's link
+    pack_per_byte: float = 0.0  # seconds that a rank needs to copy a byte of gradients into a bucket
+    algorithm: str = "ring"  # between the nodes: ``"ring"`` as in gloo, which has threads; ``"doubling"`` as in MPI
 
     def rounds(self, nodes: int) -> int:
         """The number of times that an all-reduce waits for a message from another node."""
@@ -146,39 +133,23 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Load:
-    """One step of a model whose gradients come evenly during backward.
+    """One step of a model whose gradients come evenly during backward."""
 
-    Attributes:
-        nbytes: Of the gradients that exist on some rank.
-        parameters: Of the model, all of one size.
-        forward: Seconds.
-        backward: Seconds.
-        bucket_bytes: The size of a bucket.
-        piece_bytes: What is larger goes through shared memory in pieces of this size.
-    """
-
-    nbytes: int
-    parameters: int
-    forward: float
-    backward: float
+    nbytes: int  # of the gradients that exist on some rank
+    parameters: int  # of the model, all of one size
+    forward: float  # seconds
+    backward: float  # seconds
     bucket_bytes: int = 4 << 20
-    piece_bytes: int = 4 << 20
+    piece_bytes: int = 4 << 20  # what is larger goes through shared memory in pieces of this size
 
 
 class PredictedStep(NamedTuple):
-    """The predicted times of a step, in seconds.
+    """The predicted times of a step, in seconds."""
 
-    Attributes:
-        step: From the begin of forward to the last average.
-        exposed: What the step takes beyond forward and backward.
-        mask: From the begin of backward until the mask has arrived.
-        mask_delay: How long the first bucket was complete before that was noticed.
-    """
-
-    step: float
-    exposed: float
-    mask: float
-    mask_delay: float
+    step: float  # from the begin of forward to the last average
+    exposed: float  # what the step takes beyond forward and backward
+    mask: float  # from the begin of backward until the mask has arrived
+    mask_delay: float  # how long the first bucket was complete before that was noticed
 
 
 def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
@@ -280,13 +251,9 @@ def _measured_constants(launcher: str, arguments: argparse.Namespace) -> Constan
 def constants_of(
     node: Mapping[int, float], wire: Mapping[int, float], pack_per_byte: float, algorithm: str
 ) -> Constants:
-    """The constants that explain what was measured.
+    """The constants that explain seconds of all-reduces by their bytes, a small one and a large one.
 
-    Args:
-        node: Seconds of all-reduces on one node, by their bytes: a small one and a large one.
-        wire: The same between two nodes of a rank each.
-        pack_per_byte: As measured.
-        algorithm: As :class:`Constants` has it.
+    Those of ``node`` were measured on one node, those of ``wire`` between two nodes of a rank each.
     """
     (small, short), (large, long) = sorted(node.items())
     (_, short_wire), (_, long_wire) = sorted(wire.items())
@@ -314,19 +281,12 @@ def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -
 
 
 class MeasuredStep(NamedTuple):
-    """Seconds of the slowest rank: the lower quartile, as other programs only make a step longer.
+    """Seconds of the slowest rank: the lower quartile, as other programs only make a step longer."""
 
-    Attributes:
-        forward: Of the bare model.
-        backward: Of the bare model.
-        step: With ppe_ddp.
-        pack_per_byte: Of copying gradients into a bucket.
-    """
-
-    forward: float
-    backward: float
-    step: float
-    pack_per_byte: float
+    forward: float  # of the bare model
+    backward: float  # of the bare model
+    step: float  # with ppe_ddp
+    pack_per_byte: float  # of copying gradients into a bucket
 
 
 class _Sleep(torch.autograd.Function):

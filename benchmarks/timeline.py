@@ -54,11 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Records, draws, and prints the numbers.
-
-    Returns:
-        0; 1 if a rank failed; 2 where nodes cannot be made, or pictures not be drawn.
-    """
+    """Record, draw, and print the numbers; 1 if a rank failed, 2 where there can be no nodes, or no pictures."""
     contestants = [] if arguments.no_torch else ["torch DDP"]
     contestants += ["ppe_ddp", *(f"ppe_ddp, {name}" for name in arguments.compressor)]
     panels = {}

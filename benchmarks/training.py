@@ -53,25 +53,15 @@ _STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "W
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and when it has learned enough.
+    """A model, its data, and when it has learned enough."""
 
-    Attributes:
-        build: Makes a new model, which gives the scores of each class.
-        batch: Inputs and labels, by rank and step.
-        held_out: Inputs and labels for the test.
-        steps: How many there are, unless the user says otherwise.
-        target: The mean loss of the last steps to reach.
-        lr: Of Adam, in the first half of the steps; then it goes down to nothing.
-        is_dynamic: Whether a step leaves parameters out, other ones on each rank.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], tuple[Any, Tensor]]
-    held_out: tuple[Any, Tensor]
-    steps: int
-    target: float
-    lr: float
-    is_dynamic: bool = False
+    build: Callable[[], nn.Module]  # makes a new model, which gives the scores of each class
+    batch: Callable[[int, int], tuple[Any, Tensor]]  # inputs and labels, by rank and step
+    held_out: tuple[Any, Tensor]  # inputs and labels for the test
+    steps: int  # how many there are, unless the user says otherwise
+    target: float  # the mean loss of the last steps to reach
+    lr: float  # of Adam, in the first half of the steps; then it goes down to nothing
+    is_dynamic: bool = False  # whether a step leaves parameters out, other ones on each rank
 
 
 def _digits() -> Task:
@@ -138,16 +128,11 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 
 @dataclass(frozen=True)
 class Method:
-    """A way to synchronize.
+    """A way to synchronize."""
 
-    Attributes:
-        hook: Makes the arguments of ``register_comm_hook``; nothing for no hook.
-        is_torchs: Whether in torch's wrapper.
-        outer: Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
-    """
-
-    hook: Callable[[], tuple[Any, ...]] = tuple
-    is_torchs: bool = False
+    hook: Callable[[], tuple[Any, ...]] = tuple  # makes the arguments of ``register_comm_hook``; nothing for no hook
+    is_torchs: bool = False  # whether in torch's wrapper
+    # Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
     outer: Callable[[DistributedDataParallel, torch.optim.Optimizer], object] | None = None
 
 
@@ -198,11 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, and prints what came out.
-
-    Returns:
-        0; 1 if a rank failed; 2 if nodes cannot be made, or something is not installed.
-    """
+    """Train, and print what came out; 1 if a rank failed, 2 if nodes cannot be made, or something is not installed."""
     lines: list[Line] = []
     try:
         with started_ranks(arguments) as ranks:
@@ -224,16 +205,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 @without_warnings()  # that compression cannot pay on one machine is known
 def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
-    """Train one task by some methods in the default process group; all ranks call this together.
+    """Train one task by some methods in the default process group, on all ranks together: a line a method.
 
-    Args:
-        task_name: Of :data:`TASKS`.
-        names: Of :data:`METHODS`.
-        steps: How many; None for as many as the task says.
-        seeds: How often, from other weights and with the data in another order.
-
-    Returns:
-        One line a method, the same on every rank; accuracies from all seeds, all else from the first.
+    Accuracies are those of all seeds, all else is of the first.
     """
     torch.set_num_threads(1)
     task = TASKS[task_name]()

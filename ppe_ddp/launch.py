@@ -200,9 +200,6 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
 def check_backend(backend: str) -> None:
     """Refuse a backend that is not registered, where torch fails with an assertion after a warning.
 
-    Args:
-        backend: A name, or one for each kind of device, such as ``cpu:gloo,cuda:nccl``.
-
     Raises:
         ValueError: Names those that are registered, and the nearest.
     """
@@ -340,11 +337,6 @@ def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[st
 
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The store for ranks that meet at a loopback address, which all of them must then make; None for all others.
-
-    Args:
-        place: Where they meet, and which of them this is; rank 0 serves.
-        timeout: The store's; None for torch's default.
-        environment: Where ``env://`` finds the address.
 
     Returns:
         None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server

@@ -38,24 +38,16 @@ _FIRST_PORT = 61440
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The job that a launcher describes in the environment.
-
-    Attributes:
-        launcher: The launcher's name.
-        rank: The rank in the whole job.
-        world_size: How many ranks the job has.
-        local_rank: The rank on this machine.
-        init_method: The address where the ranks meet, as torch.distributed takes it. None for a process
-            that is alone and opens no port.
-        note: What to tell the user about this choice; empty for nothing.
-    """
+    """The job that a launcher describes in the environment."""
 
     launcher: str
-    rank: int
-    world_size: int
-    local_rank: int
+    rank: int  # the rank in the whole job
+    world_size: int  # how many ranks the job has
+    local_rank: int  # the rank on this machine
+    # The address where the ranks meet, as torch.distributed takes it. None for a process that is alone and opens no
+    # port.
     init_method: str | None
-    note: str = ""
+    note: str = ""  # what to tell the user about this choice; empty for nothing
 
 
 Launcher = Callable[[Environment, str | None], Rendezvous | None]
@@ -63,10 +55,6 @@ Launcher = Callable[[Environment, str | None], Rendezvous | None]
 
 def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
     """Asks each launcher in turn whether it started this process.
-
-    Args:
-        environment: The environment's variables.
-        init_method: Where the ranks meet, if not where the launcher says.
 
     Returns:
         The first launcher's answer; that of a lone process where none fits.
@@ -84,9 +72,6 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
 
 def first_host(nodelist: str) -> str:
     """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`.
-
-    Args:
-        nodelist: Names and ranges, as in `SLURM_JOB_NODELIST`.
 
     Returns:
         The name of the first machine.

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 def scale(target: Tensor, source: Tensor, factor: float) -> None:
     """Set ``target`` to ``factor`` times ``source``, in the more precise of their dtypes, in one pass where possible.
 
-    Args:
-        target: Changed in place; dense, or the very tensor ``source``. It has the memory of ``source``, or none of it.
-        source: Of the same shape.
-        factor: The factor.
+    Both have one shape. The target is dense, or the very tensor ``source``; it has all the memory of ``source``, or
+    none.
     """
     if target is source or target.data_ptr() == source.data_ptr():
         if factor != 1.0:

@@ -8,7 +8,6 @@ name what a torch does otherwise.
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import wraps
 from types import MethodType
@@ -27,7 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from torch.autograd.graph import Node
@@ -110,13 +109,9 @@ def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], object]) -> Non
         hooks[key] = hooks.pop(key)  # autograd does not see an OrderedDict.move_to_end()
 
 
-@contextmanager
-def preserve_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
+def preserve_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """While this is entered, changing ``tensors`` in place goes unnoticed by autograd, also where graphs need them."""
-    with ExitStack() as stack:
-        for tensor in tensors:  # torch 2.6 takes one
-            stack.enter_context(_unsafe_preserve_version_counter(tensor))
-        yield
+    return _unsafe_preserve_version_counter(tuple(tensors))
 
 
 def is_in_backward() -> bool:

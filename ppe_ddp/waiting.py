@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.distributed import Work
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+
+_T = TypeVar("_T")
 
 _SPINS = 64  # between looks at the clock and at the transport
 _SPIN_SECONDS = 0.005  # before the core is given away ...
@@ -222,6 +224,12 @@ def _is_done(call: InFlight) -> bool:
         return call.done()
     except RuntimeError:  # with an error, for which nobody waits
         return True
+
+
+def each_process(make: Callable[[], _T]) -> Callable[[], _T]:
+    """``make``, called once in each process: a forked child has a result of its own."""
+    made = functools.cache(lambda _pid: make())
+    return functools.wraps(make, updated=())(lambda: made(os.getpid()))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What a rank has written to a store is deleted, and nothing else."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ from ppe_ddp.backends.collective_comparison import CollectiveComparison
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, WrittenKeys, exchange
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -101,7 +99,7 @@ def test_many_keys_are_read_from_stores_that_can_do_so_at_once_and_from_others(t
 
 def test_a_comparison_of_collectives_leaves_none_behind():
     store, waits = dist.HashStore(), SimpleNamespace(at_failure=[], progress=lambda: None, is_given_up=bool)
-    comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits, progress_engine(os.getpid()))
+    comparison = CollectiveComparison(WrittenKeys(store), 0, 1, waits)
 
     def barrier():
         return Work("barrier", waits, lambda: True)

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 class CollectiveArguments:
-    """The checks of one group.
-
-    Args:
-        rank: This rank, for errors.
-        size: How many ranks the group has.
+    """The checks of one group of ``size`` ranks, on this ``rank``.
 
     Raises from any check:
         TypeError: Tensors of one collective have different dtypes.
@@ -31,40 +27,22 @@ class CollectiveArguments:
         self.rank = rank
         self.size = size
 
-    def check_all_gather(self, output: Tensor, tensor: Tensor) -> None:
-        """``output`` has room for the tensors of all ranks."""
-        check_dtypes(output, tensor)
-        if output.numel() != tensor.numel() * self.size:
+    def check_whole(self, what: str, part: Tensor, whole: Tensor) -> None:
+        """``whole`` has as many elements as the ``part`` of every rank."""
+        check_dtypes(part, whole)
+        if whole.numel() != part.numel() * self.size:
             raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements from {self.size} ranks into an output of "
-                f"{output.numel()} elements"
+                f"rank {self.rank}: {what} of {part.numel()} elements on each of {self.size} ranks, and "
+                f"{whole.numel()} for all of them"
             )
 
-    def check_all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """There is an output for each rank, and this rank's has the size of ``tensor``."""
-        self.check_list(outputs, "outputs of an all-gather", tensor)
-        if outputs[self.rank].numel() != tensor.numel():
+    def check_parts(self, what: str, part: Tensor, parts: Sequence[Tensor]) -> None:
+        """There is one of ``parts`` for each rank, and this rank's has the size of ``part``."""
+        self.check_list(parts, f"tensors of {what}", part)
+        if parts[self.rank].numel() != part.numel():
             raise ValueError(
-                f"rank {self.rank}: all-gather of {tensor.numel()} elements into an output of "
-                f"{outputs[self.rank].numel()} elements"
-            )
-
-    def check_reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
-        """``tensor`` has as many elements as the outputs of all ranks."""
-        check_dtypes(output, tensor)
-        if tensor.numel() != output.numel() * self.size:
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {tensor.numel()} elements over {self.size} ranks into an output "
-                f"of {output.numel()} elements"
-            )
-
-    def check_reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor]) -> None:
-        """There is an input for each rank, and this rank's has the size of ``output``."""
-        self.check_list(tensors, "inputs of a reduce-scatter", output)
-        if tensors[self.rank].numel() != output.numel():
-            raise ValueError(
-                f"rank {self.rank}: reduce-scatter of {tensors[self.rank].numel()} elements into an output of "
-                f"{output.numel()} elements"
+                f"rank {self.rank}: {what} of {part.numel()} elements on this rank, and {parts[self.rank].numel()} in "
+                "its place among those of all ranks"
             )
 
     def check_list(self, tensors: Sequence[Tensor], what: str, *others: Tensor) -> None:
@@ -87,11 +65,11 @@ class CollectiveArguments:
 
 
 class HostMemory:
-    """Memory of tensors that a wire can read and write: their own where possible.
+    """Memory of tensors that a wire of ``backend`` can read and write: their own where possible.
 
     Args:
         rank: This rank, for errors.
-        backend: The name of the backend, for errors.
+        backend: Its name, for errors.
         takes_cuda: Whether CUDA tensors are taken: copied to pinned memory and back.
         gpu_aware: Whether the wire reads and writes CUDA memory itself.
     """
@@ -141,11 +119,7 @@ class HostMemory:
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Whether the wire can use the memory of ``tensor`` itself: its elements in order, where the wire reaches it.
-
-        Raises:
-            TypeError: The backend is not for such tensors.
-        """
+        """Whether the wire can use the memory of ``tensor`` itself; TypeError where the backend is not for it."""
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"

@@ -18,14 +18,13 @@ from torch import Tensor
 from ppe_ddp.backends.rank_store import Meeting
 from ppe_ddp.backends.work import Work, combined
 from ppe_ddp.errors import DisagreementError
-from ppe_ddp.waiting import paced
+from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import ProgressEngine
 
 _COMMON = {
     "all_reduce": (0, 1),
@@ -53,45 +52,30 @@ class _ComparedCall:
         self._rows = rows
         self._waits = waits
         self._work: Work | None = None
-        self._reason: BaseException | None = None
+        self.reason: BaseException | None = None  # why it has ended before it was begun
 
     def begin(self) -> None:
-        """Begin it."""
         try:
             self._work = combined([self._method(*row) for row in self._rows], self._waits)
         except Exception as error:  # in its arguments
-            self.fail(error)
-
-    def fail(self, reason: BaseException) -> None:
-        """End it, before it has begun."""
-        self._reason = reason
+            self.reason = error
 
     def poll(self) -> bool:
         """Whether it has ended well."""
-        if self._reason is not None:
-            raise self._reason
+        if self.reason is not None:
+            raise self.reason
         if self._work is None or not self._work.is_completed():
             return False
         return self._work.wait()
 
 
 class CollectiveComparison:
-    """Compares the collectives of one group.
+    """Compares the collectives of one group, whose ranks share ``store`` for this alone."""
 
-    Args:
-        store: That the ranks share, for this alone.
-        rank: This one.
-        size: How many there are.
-        waits: Of the group.
-        progress: Advances the comparison.
-    """
-
-    def __init__(self, store: WrittenKeys, rank: int, size: int, waits: Waits, progress: ProgressEngine) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
+    def __init__(self, store: WrittenKeys, rank: int, size: int, waits: Waits) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._waits = waits
-        self._progress = progress
+        self._progress = progress_engine(os.getpid())
         self._number = 0  # of the collective that is compared
         self._meeting: Meeting | None = None  # where the ranks say what they call; None before this rank has said it
         self._last: Meeting | None = None  # of the one before
@@ -159,7 +143,7 @@ class CollectiveComparison:
     def _fail_all(self, error: BaseException) -> None:
         with self._progress.lock:
             while self._queue:
-                self._queue.popleft().fail(error)
+                self._queue.popleft().reason = error
 
 
 def _described(name: str, arguments: Sequence[Any]) -> str:

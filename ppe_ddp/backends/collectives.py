@@ -9,10 +9,6 @@ many names, because here is what can be measured and what can be numerically wro
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
-from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +17,7 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, check_dtypes, overlap, unpack
 from ppe_ddp.backends.reductions import FOLDED, reduction_of
-from ppe_ddp.backends.work import Work
-from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import InFlight, progress_engine
+from ppe_ddp.backends.work import CallQueue, CallSet, Steps, WireCall, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +29,9 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
     from ppe_ddp.backends.wire import MessageInFlight, Wire
     from ppe_ddp.backends.work import Waits
+    from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
-
-Steps = Generator[InFlight, None, None]
-"""Begins a call of the wire, yields it, and is resumed when it is done."""
 
 
 class Collectives:
@@ -53,19 +45,15 @@ class Collectives:
 
     Args:
         wire: Joins the ranks.
-        rank: This one.
-        waits: How to wait for them.
         memory: Where the wire reads and writes tensors.
         direct_bytes: All-reduces and all-gathers of up to so many bytes by the wire are sent from each rank to each at
             once, and added up when they have come.
-
-    Attributes:
-        shared: Runs what goes through shared memory; set when the ranks have been connected there.
     """
 
     def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:
         self.rank = rank
         self.size = wire.size
+        # Runs what goes through shared memory; set when the ranks have been connected there.
         self.shared: SharedMemoryGroup | None = None
         self._wire = wire
         self._waits = waits
@@ -79,11 +67,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Work:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
 
-        Args:
-            tensor: Changed in place.
-            op: The operation.
-            source: Of a sum, the only node on which ``tensor`` is not zero, where that is known; its number in
-                :attr:`SharedMemoryGroup.nodes`.
+        ``source`` is, of a sum, the only one of :attr:`SharedMemoryGroup.nodes` whose tensors are not zero, if known.
         """
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor)
@@ -118,13 +102,13 @@ class Collectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        self._arguments.check_all_gather(output, tensor)
+        self._arguments.check_whole("an all-gather", tensor, output)
         result = self._memory.output(output)
         return self._all_gather(result, self._memory.input(tensor), partial(self._memory.copy_back, output, result))
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
         """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._arguments.check_all_gather_list(outputs, tensor)
+        self._arguments.check_parts("an all-gather", tensor, outputs)
         host, result, counts = self._memory.input(tensor), self._memory.flat(outputs), _sizes(outputs)
         home = partial(unpack, result, outputs)
         if len(set(counts)) == 1:
@@ -134,7 +118,7 @@ class Collectives:
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> Work:
         """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        self._arguments.check_reduce_scatter(output, tensor)
+        self._arguments.check_whole("a reduce-scatter", output, tensor)
         reduction = reduction_of(tensor.dtype, op.op, FOLDED)
         host, result = self._memory.input(tensor), self._memory.output(output)
         if self.shared is not None:
@@ -147,7 +131,7 @@ class Collectives:
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._arguments.check_reduce_scatter_list(output, tensors)
+        self._arguments.check_parts("a reduce-scatter", output, tensors)
         reduction = reduction_of(output.dtype, op.op, FOLDED)
         flat, counts = self._memory.packed(tensors), [tensor.numel() for tensor in tensors]
         return self._begin("reduce_scatter", self._reduce_scatter(output, flat, reduction, counts))
@@ -157,11 +141,7 @@ class Collectives:
     ) -> Work:
         """Send the j-th part of ``tensor`` to rank j and receive rank i's part as the i-th of ``output``.
 
-        Args:
-            output: Changed in place.
-            tensor: Of the same dtype, and of the same shape after dimension 0.
-            output_splits: How many rows come from each rank; empty for equal parts.
-            input_splits: How many rows go to each rank; empty for equal parts.
+        Both have one dtype, and one shape after dimension 0. The splits are rows a rank; empty for equal parts.
         """
         check_dtypes(output, tensor)
         host, result = self._memory.input(tensor), self._memory.output(output)
@@ -318,7 +298,7 @@ class Collectives:
         absent: Callable[[], Sequence[int]] = tuple
         if self.shared is not None and self.shared.queue is not None:
             absent = self.shared.queue.count_message()
-        call = _WireCall(what, self._waits, steps, is_queued=self._is_queued)
+        call = WireCall(what, self._waits, steps, is_queued=self._is_queued)
         self._calls.begin(call)
         work = Work(what, self._waits, call.poll, absent=absent, block=None if self._is_queued else call.block)
         work.ask_transport = call.tell_end
@@ -345,148 +325,6 @@ class Collectives:
         work = Work(what, waits, poll, block=None if self._is_queued else message.block, message=message)
         work.outputs = [tensor]
         return work
-
-
-class _WireCall:
-    """A collective by the wire: advances from step to step as its calls are done.
-
-    Args:
-        what: The collective, for errors.
-        waits: Of the group.
-        steps: What is done.
-        is_queued: Whether a queue advances it, and not who looks at it.
-    """
-
-    def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
-        self.is_done = False
-        self._is_queued = is_queued
-        self._what = what
-        self._waits = waits
-        self._steps = steps
-        self._lock = threading.RLock()  # giving the group up ends this call in the middle of its advance
-        self._current: InFlight | None = None
-        self._error: BaseException | None = None
-        self._at_end: Callable[[], None] | None = None
-
-    def start(self) -> None:
-        """Begin its first step; raises what is wrong with the arguments."""
-        with torch.no_grad():
-            self._current = next(self._steps)
-
-    def advance(self) -> bool:
-        """Go on as far as what is done lets it; whether it is over."""
-        with self._lock:
-            try:
-                while not self.is_done and (self._current is None or self._current.done()):
-                    self.start()
-            except StopIteration:
-                self._end(None)
-            except BaseException as error:
-                # whatever it was, the ranks are out of step here
-                reason = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
-                self._end(self._waits.error(self._what, reason))
-                self._error = self._waits.failed(self._what, reason)
-                if not isinstance(error, Exception):
-                    raise
-        return self.is_done
-
-    def fail(self) -> None:
-        """End it, as the group was given up; the wire keeps the memory of what is under way."""
-        with self._lock:
-            if not self.is_done:
-                self._end(self._waits.error(self._what, self._waits.failure))
-
-    def poll(self) -> bool:
-        """Whether it has ended well."""
-        is_done = self.is_done if self._is_queued else self.advance()
-        if self._error is not None:
-            raise self._error
-        return is_done
-
-    def block(self) -> None:
-        """Give the core to the threads of the wire."""
-        current = self._current
-        if current is not None:
-            current.block()
-
-    def tell_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when it is over."""
-        self._at_end = call
-        ask = getattr(self._current, "tell_end", None)  # where the wire has threads, which see it sooner
-        if ask is not None:
-            ask(call)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self._current = error, None
-        self._steps.close()
-        self.is_done = True
-        call, self._at_end = self._at_end, None
-        if call is not None:
-            call()
-
-
-class CallSet:
-    """The calls of a wire whose threads move them: all under way at a time, looked at by who waits for them."""
-
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self._calls: deque[_WireCall] = deque()
-        waits.at_failure.append(self._fail_all)
-
-    def begin(self, call: _WireCall) -> None:
-        """Begin a call at once."""
-        call.start()
-        while self._calls and self._calls[0].is_done:
-            self._calls.popleft()
-        self._calls.append(call)
-
-    def is_empty(self) -> bool:
-        """True: the wire ends what is under way by itself."""
-        return True
-
-    def _fail_all(self) -> None:
-        while self._calls:
-            call = self._calls.popleft()
-            if not call.advance():
-                call.fail()
-
-
-class CallQueue:
-    """The calls of a wire that moves only in this process's calls: one after another, so that all ranks have one order.
-
-    Each goes on in every call of a backend, on any group: no call waits inside MPI.
-    """
-
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self._calls: deque[_WireCall] = deque()
-        self._progress = progress_engine(os.getpid())
-        waits.at_failure.append(self._fail_all)
-
-    def begin(self, call: _WireCall) -> None:
-        """Begin a call as soon as those before it are over."""
-        with self._progress.lock:
-            self._calls.append(call)
-            self._progress.add(self)
-        self._progress.progress()
-
-    def is_empty(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._calls
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting; whether nothing is left to do or to wait for."""
-        while self._calls:
-            if not self._calls[0].advance():
-                return False
-            if self._calls:  # a failure has ended all
-                self._calls.popleft()
-        return True
-
-    def _fail_all(self) -> None:
-        with self._progress.lock:
-            while self._calls:
-                self._calls.popleft().fail()
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[int]:

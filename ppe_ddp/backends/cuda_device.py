@@ -22,23 +22,18 @@ class CudaDevice:
     """CUDA, by way of torch; tests have a stand-in."""
 
     def current(self) -> int:
-        """The number of this thread's current device."""
         return torch.cuda.current_device()
 
     def make_current(self, index: int) -> AbstractContextManager[Any]:
-        """Make a device current."""
         return torch.cuda.device(index)
 
     def current_stream(self, index: int | torch.device) -> torch.cuda.Stream:
-        """This thread's current stream of a device."""
         return torch.cuda.current_stream(index)
 
     def make_stream(self, index: int) -> torch.cuda.Stream:
-        """A new stream."""
         return torch.cuda.Stream(index)
 
     def use_stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Make a stream, and its device, current."""
         return torch.cuda.stream(stream)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
@@ -50,7 +45,6 @@ class CudaDevice:
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:
-        """Whether the current stream records a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def future(self, index: int) -> Future[Any]:

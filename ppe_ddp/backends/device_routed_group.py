@@ -51,10 +51,6 @@ class DeviceRoutedGroup(PythonGroup):
     made when the first tensor of its kind comes, by all ranks together.
 
     Args:
-        rank: This rank in the group.
-        size: How many ranks the group has.
-        arguments: torch's ``_DistributedBackendOptions``.
-        backend_name: The name that the backend is registered under.
         makers: What makes the group for each kind of device, such as "cuda"; the first has the barriers that
             name no device.
         made: Those of them that are there from the beginning, on every rank.
@@ -135,13 +131,7 @@ for _name in _ROUTED.split():
 
 
 def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any) -> _Own | DeviceRoutedGroup:
-    """``own``, or a group that has it for its devices, and one over the other backend for each other device.
-
-    Args:
-        own: The group over the backend whose creator torch has called.
-        backends: The backends that the user wants, by type of device.
-        arguments: torch's ``_DistributedBackendOptions``.
-    """
+    """``own``, or a group that has it for its devices, and one over the other backend for each other device."""
     name = own.getBackendName()
     if set(backends.values()) <= {name}:
         return own
@@ -152,26 +142,23 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
     return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers, made=(own,))
 
 
+def copied_arguments(arguments: Any, store: Any) -> Any:
+    """A copy of torch's ``_DistributedBackendOptions``, with another store."""
+    own = type(arguments)()
+    for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
+        setattr(own, name, getattr(arguments, name))
+    own.store = store
+    return own
+
+
 def group_over(backend: str, arguments: Any) -> ProcessGroup:
-    """Make a group over another backend for the same ranks, which call this together.
-
-    Args:
-        backend: ``gloo``, ``nccl``, or one that was registered with torch.
-        arguments: torch's ``_DistributedBackendOptions`` for the group as a whole.
-
-    Raises:
-        ValueError: It cannot be made here.
-    """
+    """Make a group over another backend for the same ranks, on all of them together; ValueError where there is none."""
     rank, size = arguments.group_rank, arguments.group_size
     store = PrefixStore(f"beside/{backend}", arguments.store)
     creator = creator_of(backend)
     made: Any
     if creator is not None:  # since torch 2.15 also for its own backends
-        own = type(arguments)()
-        for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
-            setattr(own, name, getattr(arguments, name))
-        own.store = store
-        made = creator(own, None)
+        made = creator(copied_arguments(arguments, store), None)
         if isinstance(made, ProcessGroup):
             return made
     elif backend == "gloo":

@@ -16,7 +16,8 @@ import os
 import weakref
 from itertools import repeat, starmap
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
@@ -50,19 +51,12 @@ DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other 
 SUM = ReduceOp(ReduceOp.SUM)
 
 
-class _GroupOptions:
-    """The options of a group, as torch and this library read them from ``_get_backend(device).options``."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-
 class PythonGroup(ProcessGroup):
     """The identity of a group that torch.distributed made by a Python creator.
 
     Args:
         rank: This rank in the group.
-        size: How many ranks the group has.
+        size: How many ranks it has.
         arguments: torch's ``_DistributedBackendOptions``.
         backend_name: The name that the backend is registered under.
         device_types: Whose tensors the group takes, such as ``("cpu", "cuda")``.
@@ -82,16 +76,12 @@ class PythonGroup(ProcessGroup):
     supports_coalescing = True
     supports_time_estimate = False
 
-    def getBackendName(self) -> str:
-        """The name that the backend is registered under."""
+    def name(self) -> str:
         return self._backend_name
 
-    def name(self) -> str:
-        """The name that the backend is registered under."""
-        return self._backend_name
+    getBackendName = name
 
     def get_group_store(self) -> Any:
-        """The store that the ranks of this group share."""
         return self._store
 
     def getGroupName(self) -> str:
@@ -99,15 +89,12 @@ class PythonGroup(ProcessGroup):
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch when the group is made."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """What the user says that the group is for."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:
-        """Called by torch when the group is made."""
         self._group_desc = desc
 
     @property
@@ -117,30 +104,25 @@ class PythonGroup(ProcessGroup):
         return [device(kind) for kind in self._types] if is_registered(self) else []
 
     @property
-    def options(self) -> _GroupOptions:
-        """The group's timeout, where torch's own backends have it."""
-        return _GroupOptions(self._timeout)
+    def options(self) -> SimpleNamespace:
+        """The group's timeout, where torch's own backends have it: ``_get_backend(device).options``."""
+        return SimpleNamespace(_timeout=self._timeout)
 
     def _get_backend(self, _device: device) -> Any:
         return self
 
     # By these names torch's C++ part asks for them, in versions of torch after 2.13.
     def start_coalescing(self, device: device) -> None:
-        """Begin calls that belong together."""
         self._start_coalescing(device)
 
     def end_coalescing(self, device: device) -> TorchWork:
-        """End them; what comes back stands for all."""
         return self._end_coalescing(device)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Give back what ``abort()`` could not, as other ranks used the group; called when all ranks have aborted it.
 
-        Args:
-            exchange: Brings a word of each rank, as JSON can write it, under a name, to all ranks.
-
-        Raises:
-            CommunicationError: Not all ranks have come to exchange words.
+        ``exchange`` brings a word of each rank, as JSON can write it, under a name, to all; CommunicationError where
+        not all have come.
         """
 
     def _set_sequence_number_for_group(self) -> None:
@@ -156,14 +138,7 @@ class CollectiveGroup(PythonGroup):
     _over: Any
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
-        """Make some calls of a collective, together.
-
-        Args:
-            what: Its name, for errors.
-            call: The method of ``_over``.
-            rows: The arguments of each call.
-            result: What the Work's ``result()`` and future give.
-        """
+        """Make calls of ``what``, a method of ``_over`` with each of ``rows``, together; the Work gives ``result``."""
         raise NotImplementedError  # an abstract class would need another metaclass than torch's
 
     def allreduce(
@@ -174,7 +149,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> TorchWork:
-        """Reduce each tensor over the ranks, in place."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
@@ -207,7 +181,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
-        """Do what ``all_gather_single`` does for several tensors."""
         rows = zip(outputs, inputs, strict=True)
         return self._run("all_gather_single_coalesced", self._over.all_gather, rows, outputs)
 
@@ -225,7 +198,6 @@ class CollectiveGroup(PythonGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TorchWork:
-        """Do what ``reduce_scatter_single`` does for several tensors."""
         rows = [(*both, op_of(opts)) for both in zip(outputs, inputs, strict=True)]
         return self._run("reduce_scatter_single_coalesced", self._over.reduce_scatter, rows, outputs)
 
@@ -265,13 +237,8 @@ class CollectiveGroup(PythonGroup):
 class PendingGroup(CollectiveGroup):
     """A group over a wire, of which a subclass calls :meth:`_connect` and defines the end.
 
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        options: What it is made with, for groups that shall be like it.
-        keys: What this rank has written to the store of the group.
-        backend_name: The name that the backend is registered under.
-        transport: For errors.
-        device_types: Whose tensors the group takes.
+    ``pg_options`` is what it was made with, for groups that shall be like it; ``keys`` what this rank has written to
+    the store of the group.
     """
 
     _over: Collectives
@@ -317,12 +284,8 @@ class PendingGroup(CollectiveGroup):
         self._shared = self._over.shared = SharedMemoryGroup(
             link, self.pg_options, is_enabled=is_enabled, two_level_bytes=two_level_bytes
         )
-
-    def compare_collectives_if_asked(self, store: WrittenKeys) -> None:
-        """Compare every collective across the ranks before it runs, where the user wants it; on all ranks together."""
         if compares_collectives():
-            progress = progress_engine(os.getpid())
-            self._comparison = CollectiveComparison(store, self.rank(), self.size(), self._waits, progress)
+            self._comparison = CollectiveComparison(self._keys.under("calls"), rank, wire.size, waits)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
@@ -391,10 +354,8 @@ class PendingGroup(CollectiveGroup):
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
         """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
 
-        Not collective. An all-reduce, reduce-scatter or all-gather of it is under way until its Work was waited for.
-
-        Raises:
-            ValueError: There is no such memory for this device.
+        Not collective; ValueError where there is no such memory. An all-reduce, reduce-scatter or all-gather of it is
+        under way until its Work was waited for.
         """
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
@@ -406,14 +367,10 @@ class PendingGroup(CollectiveGroup):
         return self._shared.nodes
 
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
-        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one node.
+        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one of :attr:`nodes`.
 
         The same sum as an all-reduce makes; but what is large is sent from that node instead of being summed over the
         nodes, which takes half the traffic. All ranks call it together, as any collective.
-
-        Args:
-            tensor: Of the same size and dtype everywhere; changed in place.
-            node: Which of :attr:`nodes`; the same everywhere.
         """
         return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
@@ -471,22 +428,14 @@ def _root_of(opts: Any) -> int:
     return opts if isinstance(opts, int) else int(opts.rootRank)
 
 
-class Ending(Protocol):
-    """Connections that can be ended."""
-
-    def end(self) -> None:
-        """End now what can be ended without waiting for other ranks."""
-        ...
-
-
 @functools.cache
-def ended_at_exit(_pid: int) -> weakref.WeakSet[Ending]:
-    """The set of objects that this process ends when Python exits, held weakly."""
-    alive: weakref.WeakSet[Ending] = weakref.WeakSet()
-    atexit.register(_end_all, alive)
+def ended_at_exit(_pid: int) -> weakref.WeakSet[Any]:
+    """The objects whose ``end()`` this process calls when Python exits, held weakly; it waits for no other rank."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def end_all() -> None:
+        for each in list(alive):
+            each.end()
+
+    atexit.register(end_all)
     return alive
-
-
-def _end_all(alive: Iterable[Ending]) -> None:
-    for each in list(alive):
-        each.end()

@@ -164,20 +164,14 @@ MAKING = "_new_process_group_helper"
 
 
 class _Naming:
-    """Stands in for torch's function that names groups, while threads of this process make groups by name.
-
-    Attributes:
-        torchs: The function of torch.
-        wanted: The names that threads wait to give, by thread.
-        users: The number of threads that make a group now.
-    """
+    """Stands in for torch's function that names groups, while threads of this process make groups by name."""
 
     lock: ClassVar[threading.Lock] = threading.Lock()  # not held while a group is made: that waits for other ranks
 
     def __init__(self, torchs: Callable[..., Any]) -> None:
-        self.torchs = torchs
-        self.wanted: dict[int, str] = {}
-        self.users = 0
+        self.torchs = torchs  # the function of torch
+        self.wanted: dict[int, str] = {}  # the names that threads wait to give, by thread
+        self.users = 0  # the number of threads that make a group now
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         name = self.wanted.pop(threading.get_ident(), None)
@@ -266,11 +260,7 @@ def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
 
 
 def nccl_options(arguments: Any) -> Any:
-    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-    """
+    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = arguments.timeout
     options.group_name = arguments.group_id

@@ -19,18 +19,10 @@ if TYPE_CHECKING:
 
 
 def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
-    """Get the value of every rank; all ranks of ``group`` must call this together.
+    """Get the value of every rank, by rank; all ranks of ``group`` must call this together.
 
-    Args:
-        value: What JSON can say: texts, numbers, booleans, None, lists, and dictionaries by text. Tuples come back as
-            lists.
-        group: The ranks.
-
-    Returns:
-        By rank, this one's own included.
-
-    Raises:
-        TypeError: ``value`` is something else; on this rank alone, and before anything is sent.
+    A value is what JSON can say: texts, numbers, booleans, None, lists, and dictionaries by text; tuples come back as
+    lists. Anything else is a TypeError on this rank alone, before anything is sent.
     """
     own = _encoded(value)
     device, size = _device_of(group), dist.get_world_size(group)
@@ -47,15 +39,9 @@ def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
 
 
 def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
-    """Get the value of one rank; all ranks of ``group`` must call this together.
+    """Get the value of the global rank ``source``; all ranks of ``group`` must call this together.
 
-    Args:
-        value: As for :func:`all_gather_json`, on the source; elsewhere it is not looked at.
-        source: The global rank that has the value.
-        group: The ranks.
-
-    Raises:
-        TypeError: ``value`` is something that JSON cannot say; on the source alone, and before anything is sent.
+    It is as for :func:`all_gather_json`; on other ranks it is not looked at.
     """
     device, is_source = _device_of(group), dist.get_rank() == source
     content = _encoded(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 from collections import deque
+from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,7 +26,7 @@ from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import PrefixStore, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError, DisagreementError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import each_process, paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +46,7 @@ SILENT = "the store that the ranks share does not answer: the process that serve
 
 
 class WrittenKeys:
-    """A store, or a part of it, and the keys that this rank has written there.
-
-    Args:
-        store: Of torch.distributed.
-    """
+    """A store, or a part of it, and the keys that this rank has written there."""
 
     def __init__(self, store: Store) -> None:
         self._whole = store
@@ -75,11 +72,9 @@ class WrittenKeys:
         return name
 
     def set(self, key: str, value: str) -> None:
-        """Write ``value``."""
         self._whole.set(self.note(key), value)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, and return the sum."""
         return self._whole.add(self.note(key), amount)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
@@ -95,11 +90,9 @@ class WrittenKeys:
         return multi_get(self._whole, [self._prefix + key for key in keys])
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all of these were written."""
         return self._whole.check([self._prefix + key for key in keys])
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all of these were written."""
         self._whole.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> None:
@@ -123,24 +116,15 @@ def multi_get(store: Any, keys: Sequence[str]) -> list[bytes]:
 
 
 class BoundedStore:
-    """Calls one store.
-
-    Args:
-        store: Of torch.distributed, or the keys in one.
-        seconds: How long to wait for an answer, unless the call says otherwise.
-    """
+    """Calls one store, and waits for its answer for so many seconds, unless the call says otherwise."""
 
     def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
         self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
         self._seconds = seconds
 
     def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
-        """What ``calls(store)`` returns or raises.
-
-        Raises:
-            CommunicationError: The store does not answer.
-        """
-        return _caller(os.getpid()).result(functools.partial(calls, self._store), seconds or self._seconds)
+        """What ``calls(store)`` returns or raises; CommunicationError where the store does not answer."""
+        return _caller().result(functools.partial(calls, self._store), seconds or self._seconds)
 
     def delete_all(self) -> None:
         """Delete what this rank has written, which no rank reads any more; not all of it where nobody answers."""
@@ -153,10 +137,6 @@ class Reports:
 
     A look asks for their number alone, and reads those that are new. The store counts a text before it is written, so
     that of a rank which dies in between there is none.
-
-    Args:
-        store: Shared by the ranks.
-        key: Of the list.
     """
 
     def __init__(self, store: BoundedStore, key: str) -> None:
@@ -193,63 +173,49 @@ class _Caller:
     """The thread of this process that calls stores: those of all groups are parts of one."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[_StoreCall] = queue.SimpleQueue()
-        self._silent: _StoreCall | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._silent: Future[Any] | None = None
         threading.Thread(target=self._serve, name="ppe_ddp-store", daemon=True).start()
 
     def result(self, function: Callable[[], T], seconds: float) -> T:
-        if self._silent is not None and not self._silent.is_done.is_set():
+        if self._silent is not None and not self._silent.done():
             raise CommunicationError(SILENT)
-        call = _StoreCall(function)
-        self._calls.put(call)
-        if not call.is_done.wait(seconds):
+        call: Future[T] = Future()
+        self._calls.put((call, function))
+        try:
+            error = call.exception(seconds)
+        except TimeoutError:
             self._silent = call
-            raise CommunicationError(SILENT)
-        error, call.error = call.error, None
-        if error is not None:
-            raise error
-        result: T = call.result
-        return result
+            raise CommunicationError(SILENT) from None
+        if error is None:
+            return call.result()
+        del call, function
+        raise error
 
     def _serve(self) -> None:
         while True:
-            self._calls.get().make()
+            _make(*self._calls.get())
 
 
-class _StoreCall:
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.is_done = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-
-    def make(self) -> None:
-        try:
-            self.result = self._function()
-        except Exception as error:
-            self.error = error
-        self.is_done.set()
+def _make(call: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        call.set_result(function())
+    except Exception as error:
+        call.set_exception(error)
+    finally:
+        del call, function  # which the error's frames would keep
 
 
-@functools.cache
-def _caller(_pid: int) -> _Caller:
-    return _Caller()
+_caller = each_process(_Caller)
 
 
 class MeetingOutcome(NamedTuple):
-    """What came of a meeting, the same for every rank.
+    """What came of a meeting, the same for every rank."""
 
-    Attributes:
-        words: Of all ranks, in their order; empty where one has refused.
-        rank: The rank that has spoken: the last to come, or the one that has refused.
-        refusal: Its word, where it has refused.
-        place: In the order of all meetings whose places the ranks count, where all have come; else 0.
-    """
-
-    words: Sequence[Any]
-    rank: int
-    refusal: Any = None
-    place: int = 0
+    words: Sequence[Any]  # of all ranks, in their order; empty where one has refused
+    rank: int  # the rank that has spoken: the last to come, or the one that has refused
+    refusal: Any = None  # its word, where it has refused
+    place: int = 0  # in the order of all meetings whose places the ranks count, where all have come; else 0
 
 
 class Meeting:
@@ -259,10 +225,7 @@ class Meeting:
     speaks first decides for all.
 
     Args:
-        store: Shared by the ranks.
         name: New, and the same on every rank.
-        rank: This one.
-        size: How many there are.
         next_place: Gives a place in an order of meetings; called once all have come, by one rank.
     """
 
@@ -309,7 +272,6 @@ class Meeting:
         return self._store.add(self._count, 0) == self._size
 
     def absent(self) -> list[int]:
-        """The ranks that have not come."""
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
     def forget(self) -> None:
@@ -321,12 +283,9 @@ class Meeting:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 
     def words(self, word: Any, look: Callable[[], None], seconds: float) -> MeetingOutcome:
-        """Come, and wait for the outcome. Moves meanwhile what is under way in all groups: a rank may need it to come.
+        """Come, and wait for the outcome; after so many seconds this rank refuses.
 
-        Args:
-            word: This rank's.
-            look: Called now and then; raises what ends the wait.
-            seconds: How long to wait; then this rank refuses.
+        Moves meanwhile what is under way in all groups: a rank may need it to come. ``look`` raises what ends the wait.
 
         Returns:
             The outcome. Its refusal is the list of absent ranks, and the error that has ended the wait of the rank that
@@ -369,13 +328,10 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
-    """Wait until all ``ranks`` make this group, which a transport itself may wait for without an end.
+    """Wait until all ``ranks`` (of the world, in the group's order) make this group; a transport may wait for ever.
 
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        ranks: Of the world, in the order of the group.
-        options: What they must all make it with; compared by its text, as is whether collectives are compared.
-        store: That the ranks share, under the name of the group.
+    All must make it with the same ``options``, compared by their text, as is whether collectives are compared. The
+    ``store`` is shared by them, under the name of the group.
 
     Returns:
         How many groups of this name there have been, with this one: keys in the store of those before are still there.
@@ -415,17 +371,12 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
 
 
 def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
-    """The words of all ranks of ``group``, in their order; all of them must call this together.
+    """The words of all ranks of ``group``, one of torch's, in their order; all of them must call this together.
 
     By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
     rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
-    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it.
-
-    Args:
-        group: One that torch.distributed has made.
-        name: Of this exchange: the same on every rank, and new.
-        word: This rank's: what JSON can write.
-        look: Called now and then; raises what ends the wait.
+    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it. The
+    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.

@@ -50,31 +50,22 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class WireReduction:
-    """How the elements of one dtype are reduced by one operation over one wire.
+    """How the elements of one dtype are reduced by one operation over one wire."""
 
-    Attributes:
-        view: The dtype that a flat tensor's memory is read as: bool as uint8, a sum of complex numbers as real ones.
-        wire: The dtype in which the numbers travel; where it is not ``view``, they are converted, and rounded once.
-        kind: What is done with those: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
-        divides: Whether the result is divided by the number of ranks: towards zero for integers, as in NCCL.
-        is_offset: Whether unsigned numbers travel as signed ones of the same order.
-        is_known: Whether the wire can compute it; else the ranks exchange their numbers, and :meth:`fold` does.
-    """
-
+    # The dtype that a flat tensor's memory is read as: bool as uint8, a sum of complex numbers as real ones.
     view: torch.dtype
+    # The dtype in which the numbers travel; where it is not ``view``, they are converted, and rounded once.
     wire: torch.dtype
-    kind: Any
-    divides: bool
-    is_offset: bool
-    is_known: bool
+    kind: Any  # what is done with those: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR
+    divides: bool  # whether the result is divided by the number of ranks: towards zero for integers, as in NCCL
+    is_offset: bool  # whether unsigned numbers travel as signed ones of the same order
+    is_known: bool  # whether the wire can compute it; else the ranks exchange their numbers, and :meth:`fold` does
 
     def to_wire(self, elements: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """What travels.
+        """What travels of ``elements``, 1-D and contiguous, of dtype ``view``.
 
-        Args:
-            elements: 1-D and contiguous, of dtype ``view``.
-            scratch: Of dtype ``wire`` and as long. None: in the memory of ``elements``, where nothing has to be
-                done before.
+        It lies in ``scratch``, as long and of dtype ``wire``; without it in their own memory, if nothing has to be done
+        before.
         """
         wire = elements.to(self.wire) if scratch is None else scratch.copy_(elements)
         if self.is_offset:

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ppe_ddp.waiting import InFlight
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
     from torch import Tensor
 
-    from ppe_ddp.waiting import InFlight
 
-
-class MessageInFlight(Protocol):
-    """A message to or from one rank; an :class:`InFlight` that knows its sender."""
+class MessageInFlight(InFlight, Protocol):
+    """A message to or from one rank; knows its sender."""
 
     source: int
     """Who has sent it, as a rank of the wire; -1 until it has arrived."""
-
-    def done(self) -> bool:
-        """As :meth:`InFlight.done`."""
-        ...
-
-    def block(self) -> None:
-        """As :meth:`InFlight.block`."""
-        ...
 
 
 class Wire(Protocol):
@@ -65,11 +57,7 @@ class Wire(Protocol):
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> InFlight:
         """Begin to send parts of ``flat`` to the ranks, one after another, and to receive theirs into ``output``.
 
-        Args:
-            output: Changed in place.
-            flat: Of the same dtype.
-            receiving: How many elements come from each rank.
-            sending: How many elements go to each rank.
+        Both have one dtype; so many elements come from each rank, and go to each.
         """
         ...
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections import deque
+from collections.abc import Generator
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.errors import CommunicationError, DisagreementError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import InFlight, paced, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,33 +39,19 @@ _PATIENCE_SECONDS = 0.005
 
 
 class Waits:
-    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up.
-
-    Args:
-        store: Of these ranks alone, and of this group alone.
-        rank: This process in the group.
-        place: Who and where, for errors: ``"rank 1 of 4, group 'tp'"``.
-        timeout: How long a wait may take, in seconds.
-        transport: For errors.
-
-    Attributes:
-        failure: Why the group cannot be used any more; empty while it can.
-        at_failure: Called when the group is given up.
-        ended_ranks: The ranks whose processes have ended, as far as can be seen.
-        is_closed_elsewhere: Whether another rank has given the group up, by a quicker way than the store; the reason
-            is in the store then.
-        sees_every_rank: Whether that way shows it of all ranks, so that the store is hardly asked before.
-    """
+    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up."""
 
     def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
-        self.place = place
-        self.timeout = timeout
-        self.transport = transport
-        self.failure = ""
-        self.at_failure: list[Callable[[], None]] = []
+        self.place = place  # who and where, for errors: ``"rank 1 of 4, group 'tp'"``
+        self.timeout = timeout  # how long a wait may take, in seconds
+        self.transport = transport  # for errors
+        self.failure = ""  # why the group cannot be used any more; empty while it can
+        self.at_failure: list[Callable[[], None]] = []  # called when the group is given up
+        # The ranks whose processes have ended, as far as can be seen.
         self.ended_ranks: Callable[[], Sequence[int]] = tuple
+        # Whether another rank has given the group up, by a quicker way than the store; the reason is in the store then.
         self.is_closed_elsewhere: Callable[[], bool] = bool
-        self.sees_every_rank = False
+        self.sees_every_rank = False  # whether that way shows it of all ranks, so that the store is hardly asked before
         self._store = BoundedStore(store)
         self._rank = rank
         self._looked = -math.inf
@@ -156,11 +144,7 @@ class Waits:
         return self.is_given_up()
 
     def check(self, what: str) -> None:
-        """See whether a rank has given the group up.
-
-        Raises:
-            CommunicationError: It has; with that rank and its reason.
-        """
+        """Raise CommunicationError if a rank has given the group up, with that rank and its reason."""
         if self.is_given_up():
             raise self.error(what, self.failure)
 
@@ -208,12 +192,9 @@ class PythonWork(dist.Work):
     outputs: Any = None
 
     def synchronize(self) -> None:
-        """Wait, as ``wait()`` does."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait, as ``wait()`` does."""
-        self.wait()
+    block_current_stream = synchronize
 
     def result(self) -> Any:
         """The output tensors, to be read after ``wait()``."""
@@ -228,15 +209,10 @@ class Work(PythonWork):
 
     Args:
         what: The call, for errors.
-        waits: Of its group.
         poll: Whether it has ended well; raises where it has failed.
         absent: The ranks that it waits for, as far as is known.
         block: Gives the core to the threads of a transport that move it, for a moment; None where only calls do.
         message: Of a message: what is in flight. The group stays good if nobody comes within its timeout.
-
-    Attributes:
-        at_arrival: Called once when it has ended well: brings what came to where it belongs.
-        ask_transport: Has a function called when the transport sees the end; None where only this process looks.
     """
 
     def __init__(
@@ -250,7 +226,9 @@ class Work(PythonWork):
         message: MessageInFlight | None = None,
     ) -> None:
         super().__init__()
+        # Called once when it has ended well: brings what came to where it belongs.
         self.at_arrival: Callable[[], None] | None = None
+        # Has a function called when the transport sees the end; None where only this process looks.
         self.ask_transport: Callable[[Callable[[], None]], None] | None = None
         self._what = what
         self._waits = waits
@@ -329,19 +307,16 @@ class Work(PythonWork):
         return self.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What ``wait()`` will raise."""
         return self._error if self.is_completed() else None
 
     def source_rank(self) -> int:
         """Who sent a message, as a rank of the group; -1 before it has arrived."""
         return -1 if self._message is None else self._message.source
 
-    def _source_rank(self) -> int:  # torch's name for it
-        return self.source_rank()
+    _source_rank = source_rank  # torch's name for it
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``: complete after a short wait, or later by a thread.
@@ -372,7 +347,6 @@ class Work(PythonWork):
             call()
 
     def _complete(self, future: torch.futures.Future[Any]) -> None:
-        """Wait, and hand on what came of it."""
         try:
             self.wait()
         except Exception as error:
@@ -401,3 +375,145 @@ def combined(works: Sequence[Work], waits: Waits) -> Work:
     whole = Work(what, waits, poll, absent=absent, message=messages[0] if messages else None)
     whole.outputs = [work.result() for work in works]
     return whole
+
+
+# ---------------------------------------------------------------------- calls of a wire
+
+Steps = Generator[InFlight, None, None]
+"""Begins a call of the wire, yields it, and is resumed when it is done."""
+
+
+class WireCall:
+    """A collective by a wire: advances from step to step as its calls are done.
+
+    If it ``is_queued``, a queue advances it, and not who looks at it.
+    """
+
+    def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
+        self.what = what
+        self.is_done = False
+        self._is_queued = is_queued
+        self._waits = waits
+        self._steps = steps
+        self._lock = threading.RLock()  # giving the group up ends this call in the middle of its advance
+        self._current: InFlight | None = None
+        self._error: BaseException | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin its first step; raises what is wrong with the arguments."""
+        with torch.no_grad():
+            self._current = next(self._steps)
+
+    def advance(self) -> bool:
+        """Go on as far as what is done lets it; whether it is over."""
+        with self._lock:
+            try:
+                while not self.is_done and (self._current is None or self._current.done()):
+                    self.start()
+            except StopIteration:
+                self._end(None)
+            except BaseException as error:
+                # whatever it was, the ranks are out of step here
+                reason = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
+                self._end(self._waits.error(self.what, reason))
+                self._error = self._waits.failed(self.what, reason)
+                if not isinstance(error, Exception):
+                    raise
+        return self.is_done
+
+    def fail(self) -> None:
+        """End it, as the group was given up; the wire keeps the memory of what is under way."""
+        with self._lock:
+            if not self.is_done:
+                self._end(self._waits.error(self.what, self._waits.failure))
+
+    def poll(self) -> bool:
+        is_done = self.is_done if self._is_queued else self.advance()
+        if self._error is not None:
+            raise self._error
+        return is_done
+
+    def block(self) -> None:
+        """Give the core to the threads of the wire."""
+        current = self._current
+        if current is not None:
+            current.block()
+
+    def tell_end(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when it is over."""
+        self._at_end = call
+        ask = getattr(self._current, "tell_end", None)  # where the wire has threads, which see it sooner
+        if ask is not None:
+            ask(call)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error, self._current = error, None
+        self._steps.close()
+        self.is_done = True
+        call, self._at_end = self._at_end, None
+        if call is not None:
+            call()
+
+
+class CallSet:
+    """The calls of a wire whose threads move them: all under way at a time, looked at by who waits for them."""
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[WireCall] = deque()
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: WireCall) -> None:
+        """Begin a call at once."""
+        call.start()
+        while self._calls and self._calls[0].is_done:
+            self._calls.popleft()
+        self._calls.append(call)
+
+    def is_empty(self) -> bool:
+        """True: the wire ends what is under way by itself."""
+        return True
+
+    def _fail_all(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            if not call.advance():
+                call.fail()
+
+
+class CallQueue:
+    """The calls of a wire that moves only in this process's calls: one after another, so that all ranks have one order.
+
+    Each goes on in every call of a backend, on any group: no call waits inside MPI.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._calls: deque[WireCall] = deque()
+        self._progress = progress_engine(os.getpid())
+        waits.at_failure.append(self._fail_all)
+
+    def begin(self, call: WireCall) -> None:
+        """Begin a call as soon as those before it are over."""
+        with self._progress.lock:
+            self._calls.append(call)
+            self._progress.add(self)
+        self._progress.progress()
+
+    def is_empty(self) -> bool:
+        return not self._calls
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether nothing is left to do or to wait for."""
+        while self._calls:
+            if not self._calls[0].advance():
+                return False
+            if self._calls:  # a failure has ended all
+                self._calls.popleft()
+        return True
+
+    def _fail_all(self) -> None:
+        with self._progress.lock:
+            while self._calls:
+                self._calls.popleft().fail()

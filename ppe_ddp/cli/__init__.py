@@ -38,17 +38,9 @@ COMMANDS: tuple[Command, ...] = (
 
 
 def main(
-    words: Sequence[str] | None = None,
-    *,
-    program: str = "python -m ppe_ddp",
-    commands: Sequence[Command] = COMMANDS,
+    words: Sequence[str] | None = None, *, program: str = "python -m ppe_ddp", commands: Sequence[Command] = COMMANDS
 ) -> int:
     """Runs one command.
-
-    Args:
-        words: The command line after the program's name; by default this process's own.
-        program: Its name.
-        commands: Its commands.
 
     Returns:
         The exit code: 0 for success, 2 for a wrong command line, others as the command has them.

@@ -32,14 +32,7 @@ from torch import Tensor
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli import benchmarking
-from ppe_ddp.cli.benchmarking import (
-    BACKENDS,
-    Platform,
-    in_turn,
-    largest,
-    on_ranks,
-    print_table,
-)
+from ppe_ddp.cli.benchmarking import BACKENDS, Platform, in_turn, largest, on_ranks, print_table
 from ppe_ddp.cli.command_line import fail, size_of, write_report
 from ppe_ddp.launchers import detect
 
@@ -102,11 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out on rank 0.
-
-    Returns:
-        0, or 1 if a result was wrong or a rank failed; 2 if what is needed is not here.
-    """
+    """Measure, and print what came out; 1 if a result was wrong or a rank failed, 2 if what is needed is not here."""
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":
@@ -136,11 +125,7 @@ def _rows(lines: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
 
 
 def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str, Any]]:
-    """Measure what ``arguments`` ask for in the default process group; all ranks call this together.
-
-    Returns:
-        A line for each operation, size and backend, the same on every rank; as the report has it.
-    """
+    """Measure in the default process group, on all ranks together: a line for each operation, size and backend."""
     control = platform.enter() or dist.new_group(backend="gloo")
     groups = _groups(platform, control)
     lines: list[dict[str, Any]] = []

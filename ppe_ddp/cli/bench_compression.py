@@ -68,11 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out on rank 0.
-
-    Returns:
-        0; 1 if a rank failed; 2 if the ranks that there are, are not as many as were asked for.
-    """
+    """Measure, and print what came out; 1 if a rank failed, 2 if there are not as many ranks as were asked for."""
     asked = {name: getattr(arguments, name) for name in ("width", "mbit", "repeats")}
 
     def publish(lines: list[dict[str, Any]], ranks: int) -> int:
@@ -88,16 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
-    """Measure all methods in the default process group; all ranks call this together.
-
-    Args:
-        width: Of the square weights of the model.
-        mbit: The speed of the link that ratios are for, in Mbit/s.
-        repeats: Steps of each method.
-
-    Returns:
-        One line a method, the same on every rank, as the report has it.
-    """
+    """Measure all methods in the default process group, on all ranks together: a line a method."""
     torch.set_num_threads(1)
     with without_warnings():  # that compression cannot pay on one machine is known
         measured = {name: _measured(arguments(), width, repeats) for name, arguments in METHODS.items()}

@@ -63,23 +63,16 @@ _TOLERANCE, _ROUNDINGS = 1e-5, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing.
+    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing."""
 
-    Attributes:
-        build: Makes a new model, with weights from torch's global generator.
-        batch: Makes the input of every step of one rank.
-        loss: Of the model's output and the batch, a scalar to differentiate.
-        route: The model's further arguments by step and rank: nothing, or the branches to take.
-        steps: Steps in a block, unless the user says otherwise: more where a step is short.
-        is_dynamic: Whether a step leaves some parameters out, which torch DDP has to be told.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[torch.Generator], Tensor]
+    build: Callable[[], nn.Module]  # makes a new model, with weights from torch's global generator
+    batch: Callable[[torch.Generator], Tensor]  # makes the input of every step of one rank
+    # Of the model's output and the batch, a scalar to differentiate.
     loss: Callable[[Tensor, Tensor], Tensor] = lambda output, _batch: output.square().mean()
+    # The model's further arguments by step and rank: nothing, or the branches to take.
     route: Callable[[int, int], tuple[object, ...]] = lambda _step, _rank: ()
-    steps: int = 3
-    is_dynamic: bool = False
+    steps: int = 3  # steps in a block, unless the user says otherwise: more where a step is short
+    is_dynamic: bool = False  # whether a step leaves some parameters out, which torch DDP has to be told
 
     def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
         """A model that is the same on every rank and kind of device, and this rank's batch, both made on the CPU."""
@@ -334,15 +327,7 @@ def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
 
 
 class Contestant:
-    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants.
-
-    Args:
-        workload: Its data and branches.
-        batch: Its input.
-        module: The model.
-        wrapper: The wrapper of it.
-        optimizer: Steps after each backward, if there is one.
-    """
+    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants."""
 
     def __init__(
         self,
@@ -356,7 +341,6 @@ class Contestant:
         self.module, self.wrapper, self.steps = module, wrapper, 0
 
     def take(self, steps: int) -> None:
-        """Make the next steps."""
         for _ in range(steps):
             route = self.workload.route(self.steps, dist.get_rank())
             (self.optimizer or self.module).zero_grad(set_to_none=True)
@@ -379,7 +363,6 @@ class Contestant:
         return sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)
 
     def state_nbytes(self) -> int:
-        """The bytes that this rank's optimizer keeps."""
         inner: Any = getattr(self.optimizer, "optim", self.optimizer)  # ZeroRedundancyOptimizer's own
         tensors = [value for state in inner.state.values() for value in state.values() if isinstance(value, Tensor)]
         master = self.optimizer.master_nbytes if isinstance(self.optimizer, DistributedOptimizer) else 0
@@ -411,11 +394,7 @@ def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, A
 
 
 def _measured(
-    name: str,
-    settings: Mapping[str, Any],
-    platform: Platform,
-    control: ProcessGroup | None,
-    group: ProcessGroup | None,
+    name: str, settings: Mapping[str, Any], platform: Platform, control: ProcessGroup | None, group: ProcessGroup | None
 ) -> dict[str, Any]:
     """Let all take part in one model: check them, then time them in turn."""
     workload, skipped = WORKLOADS[name], {}

@@ -60,24 +60,14 @@ def over_mpi() -> bool:
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of device and one backend; the same on every rank.
+    """One kind of device and one backend; the same on every rank."""
 
-    Attributes:
-        device: "cpu" or "cuda".
-        backend: As ``init_process_group`` takes it.
-    """
-
-    device: str = "cpu"
-    backend: str = BACKENDS["cpu"][0]
+    device: str = "cpu"  # "cpu" or "cuda"
+    backend: str = BACKENDS["cpu"][0]  # as ``init_process_group`` takes it
 
     @classmethod
     def of(cls, device: str, backend: str | None = None) -> Platform:
-        """The platform of a command line; a backend of None is the device's default.
-
-        Raises:
-            ValueError: The backend is not for the device, or what they need is not here.
-            ImportError: CuPy is not installed or finds no NCCL.
-        """
+        """The platform of a command line; ValueError where it does not fit or is not here, ImportError without CuPy."""
         known = BACKENDS[device]
         backend = backend or known[0]
         if backend not in known:
@@ -93,11 +83,7 @@ class Platform:
         return cls(device, backend)
 
     def start(self, ranks: int) -> Ranks:
-        """Ranks of our own, which start when they are first used.
-
-        Raises:
-            ValueError: They would have to share devices, and NCCL is too old for that.
-        """
+        """Ranks of our own; ValueError where they would have to share devices, and NCCL is too old for that."""
         if "nccl" in self.backend and ranks > torch.cuda.device_count():
             if not many_ranks_a_device():
                 raise ValueError(
@@ -112,9 +98,7 @@ class Platform:
     def join(self, wanted: int | None = None) -> None:
         """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
 
-        Raises:
-            ValueError: The launcher's variables are wrong, or these are not as many ranks as are wanted.
-            RuntimeError: The ranks could not meet.
+        Raises ValueError where these are not as many as are wanted, and what :func:`init_process_group` raises.
         """
         if "nccl" in self.backend and many_ranks_a_device():
             os.environ.setdefault(SHARE_DEVICES, "1")
@@ -125,11 +109,7 @@ class Platform:
             raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave it out")
 
     def enter(self) -> ProcessGroup | None:
-        """Use one thread, and the device of this rank's number on this machine, in turn.
-
-        Returns:
-            A group in which ranks meet without the device: a new one, or None for the default group on the CPU.
-        """
+        """Use one thread, and the device of this rank's number; a group to meet in, None for the default one."""
         torch.set_num_threads(1)
         if self.device == "cpu":
             return None
@@ -173,16 +153,12 @@ def on_ranks(
 ) -> int:
     """Measure on the ranks that a launcher has started, or on new ones.
 
-    Args:
-        measure: A function of a module, called as ``measure(*words)`` on every rank in a process group.
-        words: Its arguments, the same on every rank.
-        publish: Prints what rank 0 has measured, on rank 0, given that and the number of ranks; returns the exit code.
-        ranks: How many to start, None for two; where a launcher has started some, as many or None.
-        platform: Where; by default the CPU.
+    ``measure``, a function of a module, is called with ``words`` on every rank in a process group, and ``publish`` on
+    rank 0 with its result there and the number of ranks. It starts ``ranks``, by default two; where a launcher has
+    started some, there must be as many.
 
     Returns:
-        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks that there are
-        cannot be used.
+        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks cannot be used.
     """
     platform = platform or Platform()
     try:
@@ -215,13 +191,6 @@ def in_turn(
     Every repetition gives each contestant one block of consecutive steps, in an order drawn anew, behind a barrier.
     Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
     since the one before.
-
-    Args:
-        contestants: By name, a function that takes a number of steps.
-        steps: By name, the steps of a block.
-        repeats: Repetitions.
-        platform: Whose clock counts.
-        control: For barriers; None for the default group.
 
     Returns:
         By name the seconds of a step on the slowest rank, one number a repetition.
@@ -276,12 +245,8 @@ def print_table(
 ) -> None:
     """Print a table for 80 columns, or as wide as its numbers are: with less room they would be cut off.
 
-    Args:
-        arguments: Of the command, whose report may go to stdout in its place.
-        title: Above it.
-        caption: Below it, wrapped; with the processor, its cores, and torch's version.
-        headings: One a column; the first is of text, as is one that begins with ``<``.
-        rows: Its cells; empty for a line.
+    The caption is wrapped, and gets the processor, its cores, and torch's version. The first heading is of text, as is
+    one that begins with ``<``; an empty row is a line. Where the report goes to stdout, the table goes to stderr.
     """
     facts, file = machine_facts(), told(arguments)
     caption = f"{caption}; {facts['cpu']}, {facts['cores']} cores; torch {torch.__version__}"

@@ -21,24 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from ppe_ddp.backends.cupy_nccl.nccl_library import (
-    NCCL_OF_SHARED_DEVICES,
-    SHARE_DEVICES,
-    torch_nccl,
-    torch_nccl_text,
-)
+from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, SHARE_DEVICES, torch_nccl, torch_nccl_text
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.cli.command_line import (
-    add_json,
-    count,
-    fail,
-    machine_facts,
-    print_rows,
-    told,
-    versions,
-    write_report,
-)
+from ppe_ddp.cli.command_line import add_json, count, fail, machine_facts, print_rows, told, versions, write_report
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import offers_memory
@@ -59,21 +45,13 @@ __all__ = ["Candidate", "Diagnosis", "Doctor", "Env", "candidates", "diagnose"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that this library can train over.
+    """A backend that this library can train over."""
 
-    Attributes:
-        name: As ``init_process_group`` takes it.
-        device: Whose tensors it is for: "cpu" or "cuda".
-        missing: Why it cannot be made here; empty where it can.
-        remedy: What to do about that.
-        library: What it calls, with versions.
-    """
-
-    name: str
-    device: str
-    missing: str = ""
-    remedy: str = ""
-    library: str = ""
+    name: str  # as ``init_process_group`` takes it
+    device: str  # whose tensors it is for: "cpu" or "cuda"
+    missing: str = ""  # why it cannot be made here; empty where it can
+    remedy: str = ""  # what to do about that
+    library: str = ""  # what it calls, with versions
 
 
 class Env:
@@ -85,7 +63,6 @@ class Env:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         add_json(parser)
 
     @staticmethod
@@ -232,25 +209,15 @@ _OWN_REMEDY = "hold it to ppe_ddp.testing.check_backend, which says more"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The diagnosis of one backend.
-
-    Attributes:
-        backend: Its name.
-        outcome: "ok", "failed" or "skipped".
-        ranks: How many ranks were started.
-        seconds: How long it took, with their start.
-        reason: Why it failed or was skipped, in a line or a few; what was examined where all is well.
-        remedy: What to do about it.
-        details: Tracebacks of the ranks, or where they hang.
-    """
+    """The diagnosis of one backend."""
 
     backend: str
-    outcome: str
-    ranks: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-    remedy: str = ""
-    details: str = ""
+    outcome: str  # "ok", "failed" or "skipped"
+    ranks: int = 0  # how many ranks were started
+    seconds: float = 0.0  # how long it took, with their start
+    reason: str = ""  # why it failed or was skipped, in a line or a few; what was examined where all is well
+    remedy: str = ""  # what to do about it
+    details: str = ""  # tracebacks of the ranks, or where they hang
 
     def row(self) -> tuple[str, str, str]:
         """The cells of its row: name, outcome, and the rest as text."""
@@ -278,7 +245,6 @@ class Doctor:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         only = "only this one, of ours or your own; may be repeated"
         parser.add_argument("--backend", action="append", default=[], metavar="NAME", help=only)
         setup = "called without arguments in each rank before it joins: registers a backend of your own"
@@ -290,11 +256,9 @@ class Doctor:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Examines one backend after the other, and prints what it finds as it goes.
+        """Examine one backend after the other, and print what it finds as it goes.
 
-        Returns:
-            0 if nothing failed; 1 if something did, or a backend that was asked for by name cannot be made here; 2 if
-            a name is no backend's.
+        Returns 1 if something failed, or a backend that was asked for cannot be made here; 2 if a name is no backend's.
         """
         file, asked = told(arguments), arguments.backend
         try:
@@ -334,10 +298,8 @@ def function_named(text: str) -> Callable[[], object]:
 def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] | None = None) -> Diagnosis:
     """Start ranks over one backend, have them examine it, and end them, whatever they do.
 
-    Args:
-        candidate: The backend; one that cannot be made here is skipped.
-        timeout: Seconds that the examination may take, without the start of the processes.
-        setup: Called in each rank before it joins, for example to register the backend. A function of a module.
+    A backend that cannot be made here is skipped. ``setup``, a function of a module, is called in each rank before it
+    joins.
     """
     name, size = candidate.name, _RANKS
     if candidate.missing:

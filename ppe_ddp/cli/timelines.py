@@ -32,7 +32,6 @@ class TraceScript:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         parser.add_argument("--out", type=Path, default="timeline", metavar="FOLDER", help="default: timeline")
         _add_no_pictures(parser)
         parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
@@ -41,12 +40,7 @@ class TraceScript:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Runs the script.
-
-        Returns:
-            0 where it ran to its end; 2 where there is no such script, or pictures cannot be drawn. What the script
-            raises, or leaves by, goes on.
-        """
+        """Run the script; 2 where there is none, or pictures cannot be drawn. What it raises, or leaves by, goes on."""
         script, folder = str(arguments.script), Path(arguments.out).absolute()
         try:
             if not arguments.no_pictures:
@@ -78,17 +72,12 @@ class DrawTimeline:
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        """Adds this command's arguments to ``parser``."""
         parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the records are")
         _add_no_pictures(parser)
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Draws it, and prints the summary.
-
-        Returns:
-            0; 2 where records are missing, or pictures cannot be drawn.
-        """
+        """Draw it, and print the summary; 2 where records are missing, or pictures cannot be drawn."""
         try:
             if not arguments.no_pictures:
                 check_pictures()

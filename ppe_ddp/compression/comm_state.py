@@ -36,11 +36,7 @@ _SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can b
 
 
 class CommState:
-    """The state of one wrapper's compressor.
-
-    Args:
-        can_revoke: Whether :meth:`revoke` may be called, which takes the memory of two steps until :meth:`settle`.
-    """
+    """The state of one wrapper's compressor; if it ``can_revoke``, that of two steps until :meth:`settle`."""
 
     def __init__(self, *, can_revoke: bool = False) -> None:
         self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory
@@ -182,8 +178,7 @@ class CommState:
     ) -> None:
         """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
 
-        Raises:
-            ValueError: It is of another compressor, rank, number of ranks or nodes, or of another module.
+        Raises ValueError where it is of another compressor, rank, number of ranks or nodes, or of another module.
         """
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}

@@ -142,7 +142,7 @@ class Link:
         """Add up ``tensor``, float32 or float64, in place."""
         if self.size > 1 and tensor.numel():
             self.nbytes += tensor.nbytes
-            yield dist.all_reduce(tensor, group=self._group, async_op=True)
+            yield self._sum(tensor)
 
     def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
         """The messages of all ranks, ``(size, *message.shape)``: contiguous tensors of one shape and dtype."""
@@ -150,32 +150,8 @@ class Link:
             return message.expand(self.size, *message.shape)
         self.nbytes += message.nbytes * self.size // 2
         rows = message.new_empty((self.size, *message.shape))
-        if self._is_over_gloo():
-            yield AllPending(self._gather_in_pieces(rows, message))
-            return rows
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        yield gather(as_bytes(rows), as_bytes(message), group=self._group, async_op=True)
+        yield self._gather(rows, as_bytes(message))
         return rows
-
-    def _gather_in_pieces(self, rows: Tensor, message: Tensor) -> list[Waitable]:
-        """Begin to gather ``message`` in ``rows``, some bytes at a time.
-
-        Long messages in both directions of a link hold up each other's acknowledgements, so that gloo takes half as
-        long again as for an all-reduce.
-        """
-        sent, received = as_bytes(message), rows.view(self.size, -1).view(torch.uint8)
-        started = []
-        for begin in range(0, sent.numel(), _PIECE_NBYTES):
-            piece = slice(begin, begin + _PIECE_NBYTES)
-            pending = dist.all_gather([row[piece] for row in received], sent[piece], group=self._group, async_op=True)
-            assert pending is not None  # this rank is in the group
-            started.append(pending)
-        return started
-
-    def _is_over_gloo(self) -> bool:
-        if self._group is None or self.device.type != "cpu":
-            return False
-        return str(backend_for(self._group, self.device).name()) == "gloo"
 
     def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
         """Send each rank its row of ``rows``, which is contiguous; the result has the rows that came from all ranks."""
@@ -183,8 +159,29 @@ class Link:
             return rows
         self.nbytes += rows.nbytes // 2
         received = torch.empty_like(rows)
-        yield dist.all_to_all_single(as_bytes(received), as_bytes(rows), group=self._group, async_op=True)
+        yield self._exchange(as_bytes(received), as_bytes(rows))
         return received
+
+    def _sum(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._group, async_op=True)
+
+    def _gather(self, rows: Tensor, message: Tensor) -> Any:
+        if self._group is None or self.device.type != "cpu" or backend_for(self._group, self.device).name() != "gloo":
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return gather(as_bytes(rows), message, group=self._group, async_op=True)
+        # Some bytes at a time: long messages in both directions of a link hold up each other's acknowledgements, so
+        # that gloo takes half as long again as for an all-reduce.
+        received, started = rows.view(self.size, -1).view(torch.uint8), []
+        for begin in range(0, message.numel(), _PIECE_NBYTES):
+            piece = slice(begin, begin + _PIECE_NBYTES)
+            parts = [row[piece] for row in received]
+            pending = dist.all_gather(parts, message[piece], group=self._group, async_op=True)
+            assert pending is not None  # this rank is in the group
+            started.append(pending)
+        return AllPending(started)
+
+    def _exchange(self, received: Tensor, sent: Tensor) -> Any:
+        return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,6 @@ from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import (
     WIDE,
     Compressor,
-    Exchange,
     FlatGradients,
     Link,
     Segment,
@@ -325,30 +324,15 @@ class CrossNodeLink(Link):
         super().__init__(None, link.rank, link.size, _CPU)
         self._link = link
 
-    def all_reduce(self, tensor: Tensor) -> Exchange:
-        """See :meth:`Link.all_reduce`."""
-        if tensor.numel():
-            self.nbytes += tensor.nbytes
-            yield self._link.all_reduce(tensor.view(-1))
+    def _sum(self, tensor: Tensor) -> Any:
+        return self._link.all_reduce(tensor.view(-1))
 
-    def all_gather(self, message: Tensor) -> Generator[Waitable, None, Tensor]:
-        """See :meth:`Link.all_gather`."""
-        rows = message.new_empty((self.size, *message.shape))
-        if message.numel():
-            self.nbytes += message.nbytes * self.size // 2
-            own = as_bytes(message)
-            counts = [len(own)] * self.size
-            yield self._link.all_to_all(as_bytes(rows), own.repeat(self.size), counts, counts)
-        return rows
+    def _gather(self, rows: Tensor, message: Tensor) -> Any:
+        return self._exchange(as_bytes(rows), message.repeat(self.size))
 
-    def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
-        """See :meth:`Link.all_to_all`."""
-        received = torch.empty_like(rows)
-        if rows.numel():
-            self.nbytes += rows.nbytes // 2
-            counts = [rows[0].nbytes] * self.size
-            yield self._link.all_to_all(as_bytes(received), as_bytes(rows), counts, counts)
-        return received
+    def _exchange(self, received: Tensor, sent: Tensor) -> Any:
+        counts = [len(sent) // self.size] * self.size
+        return self._link.all_to_all(received, sent, counts, counts)
 
 
 def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:

@@ -255,12 +255,7 @@ class StoreMembership(Membership):
 
 
 class _ServingMembership(Membership):
-    """Membership whose quorums have a store that a member serves, so that each can.
-
-    Args:
-        timeout: See :class:`Membership`.
-        host: Where the others reach this process.
-    """
+    """Membership whose quorums have a store that a member serves, so that each can."""
 
     def __init__(self, timeout: float, host: str | None) -> None:
         super().__init__(timeout)

@@ -76,11 +76,6 @@ class _QuorumStore(Store):
 
     gloo waits in it, too, and calls it by these names; then it waits for those that are to connect to it, without the
     store, until :meth:`end_waits` finds that one is gone.
-
-    Args:
-        store: Shared by the members.
-        look: Raises what ends a wait.
-        seconds: How long to wait at most.
     """
 
     def __init__(self, store: Any, look: Callable[[], None], seconds: float) -> None:
@@ -270,9 +265,8 @@ class ElasticTraining:
     def _meet(self, *, is_ready: bool, is_whole: bool = False) -> bool:
         """Meet those who live; whether the step is committed on this rank now.
 
-        Args:
-            is_ready: Whether this rank has the averages of the step.
-            is_whole: Whether nothing has failed: without a change the ranks go on as they are.
+        It ``is_ready`` with the averages of the step; if it ``is_whole``, nothing has failed, and the ranks go on as
+        they are.
         """
         word = {**self._word, "ready": is_ready, "number": self._number if is_whole else ""}
         try:

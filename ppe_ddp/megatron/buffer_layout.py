@@ -74,12 +74,10 @@ class BufferLayout:
 
 
 def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequence[int]) -> BufferLayout:
-    """Lay out buffers and buckets.
+    """Lay out buffers and buckets of the trainable parameters, in the order of their registration.
 
-    Args:
-        items: The trainable parameters in the order of their registration.
-        bucket_size: Elements after which a bucket is closed; None for one bucket a buffer.
-        divisors: What the size of a bucket must divide by, for each reduction group.
+    A bucket is closed after ``bucket_size`` elements; with None there is one a buffer. ``divisors``: what the size of a
+    bucket must divide by, for each reduction group.
     """
     reverse = list(reversed(items))
     kinds = tuple(dict.fromkeys(item.kind for item in reverse))

@@ -150,7 +150,7 @@ class BufferSynchronizer(Synchronizer):
         buckets = []
         for extent in self.layout.buckets:
             of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
-            transport = ReduceScatter.fastest(of_group.groups, self.pool, memory.device) if scatter else None
+            transport = ReduceScatter(of_group.groups, self.pool, memory.device) if scatter else None
             context = BucketContext(self.specs, self._parameters, of_group.groups, of_group.reduction)
             buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
         return buckets

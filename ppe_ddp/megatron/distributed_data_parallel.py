@@ -394,7 +394,6 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return self._parameter_gather
 
     def __getstate__(self) -> NoReturn:
-        """Refuse to be copied or pickled."""
         raise TypeError(
             "a Megatron wrapper holds buffers that its parameters point into, and cannot be copied or pickled; copy "
             "or save the module inside (ddp.module), and wrap the copy"

@@ -330,10 +330,7 @@ class ModelParallel:
         """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
 
         Connects again first, where a failure has closed the groups. The wrappers have done so by then, in whatever
-        order the ranks came to their own.
-
-        Args:
-            described: What is sent in which group, a line each.
+        order the ranks came to their own. ``described`` has what is sent in which group, a line each.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.

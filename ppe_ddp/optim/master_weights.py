@@ -116,12 +116,7 @@ class MasterWeights:
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 
     def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
-        """Give parameters of ``model`` the values of their master weights, on this rank; returns the changed units.
-
-        Args:
-            model: The model of the parameters.
-            updated: For each of its shards, whether that has a new value.
-        """
+        """Give ``updated`` shards of ``model`` their master weights, on this rank; returns the changed units."""
         masters = [master for master in self._all if updated[master.index]]
         indices = {master.index for master in masters}
         if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:

@@ -455,12 +455,7 @@ def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Opt
 
 
 def total_norm(
-    shards: Sequence[Tensor],
-    norm_type: float,
-    device: torch.device,
-    copies: Copies,
-    *,
-    is_unknown: bool,
+    shards: Sequence[Tensor], norm_type: float, device: torch.device, copies: Copies, *, is_unknown: bool
 ) -> tuple[Tensor, bool]:
     """The norm of the gradients whose shards the ranks of the model have: 0-dimensional, the same on every rank.
 

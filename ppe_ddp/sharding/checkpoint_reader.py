@@ -98,8 +98,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
 def dump_plain(value: Any) -> bytes:
     """Save what ``torch.load(weights_only=True)`` reads; :func:`load_plain` reads the bytes and executes nothing.
 
-    Raises:
-        TypeError: Loading the value would run code, or it cannot be saved at all; says what it is made of.
+    Raises TypeError where loading the value would run code, or it cannot be saved; says what it is made of.
     """
     content = io.BytesIO()
     try:

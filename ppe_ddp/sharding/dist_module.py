@@ -71,17 +71,14 @@ class DistModule(nn.Module):
         self.__dict__.update(_wrapped=module, _options=options)
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapped module's attribute."""
         if name in _OWN:  # while it is unpickled there is nothing to delegate to
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the wrapped module's attribute."""
         setattr(self._wrapped, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete the wrapped module's attribute."""
         delattr(self._wrapped, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

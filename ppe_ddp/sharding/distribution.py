@@ -51,25 +51,19 @@ _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of a load; the first five are those of DistModule.
-
-    Attributes:
-        fresh: Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the
-            checkpoint has may be on the meta device.
-        strict: All keys must match.
-        what: The name of what is loaded into, for errors.
-        lends: Rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``.
-    """
+    """The options of a load; the first five are those of DistModule."""
 
     process_group: ProcessGroup | None = None
     dtype: Literal["module", "checkpoint"] | None = None
     piece_nbytes: int = 64 << 20
     device: torch.device | str | None = None
     progress: bool | None = None
+    # Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the checkpoint has may
+    # be on the meta device.
     fresh: bool = True
-    strict: bool = True
-    what: str = "state_dict"
-    lends: bool = True
+    strict: bool = True  # all keys must match
+    what: str = "state_dict"  # the name of what is loaded into, for errors
+    lends: bool = True  # rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "module", "checkpoint"):
@@ -165,12 +159,7 @@ class Load:
     ) -> IncompatibleKeys:
         """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
 
-        Args:
-            checkpoint_of: Gives the checkpoint, with full tensors; called on rank 0 only.
-            targets_of: Gives what this rank's module has.
-
-        Returns:
-            The missing and the unexpected keys, the same on every rank.
+        Returns the missing and the unexpected keys, the same on every rank.
         """
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)

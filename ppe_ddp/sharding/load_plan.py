@@ -373,15 +373,7 @@ def route_tensors(
     *,
     converts: bool,
 ) -> list[RoutedTensor]:
-    """The tensors that any rank takes, in the order of the checkpoint.
-
-    Args:
-        found: What the checkpoint has.
-        expectations: What the module of each rank has.
-        matched: The sources of their keys.
-        ranks: The global rank of each rank of the load group.
-        converts: Send in the modules' dtype where that has fewer bytes, since values become it.
-    """
+    """The tensors that any rank takes, in the order of the checkpoint."""
     members: dict[int, list[int]] = {}
     for rank, expected in enumerate(expectations):
         members.setdefault(id(expected), []).append(rank)

@@ -159,11 +159,7 @@ def check_backend(
 
 
 def examine_backend(dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Ask the default process group what :func:`check_backend` asks; all ranks call this together.
-
-    Returns:
-        What is wrong, one sentence each, as this rank sees it.
-    """
+    """Ask the default process group what :func:`check_backend` asks, on all ranks together; what is wrong here."""
     return [*probe_backend(device), *train(Plugs(), dtypes, device, has_sparse=True).problems]
 
 

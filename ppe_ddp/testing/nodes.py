@@ -251,11 +251,7 @@ def _programs_missing(*, is_shaped: bool) -> str:
 
 
 def found_mpirun() -> str:
-    """The path of the mpirun that belongs to this Python, or else is on PATH.
-
-    Raises:
-        NodesError: There is none.
-    """
+    """The path of the mpirun that belongs to this Python, or else is on PATH; NodesError where there is none."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
@@ -270,18 +266,12 @@ class NodesError(RuntimeError):
 
 
 class Namespaces:
-    """New Linux namespaces, and a shell that keeps them until :meth:`close`.
+    """New Linux namespaces, and a shell that keeps them until :meth:`close`; NodesError where they cannot be made.
 
     They have no names that another run could meet. The shell reads from a pipe that this process alone holds, so they
-    end, with every process in them, however this one ends.
-
-    Args:
-        kinds: Some of ``net``, ``mount``, ``ipc``, ``uts`` and ``pid``; with the last, ``/proc`` is new as well.
-        name: Their host name.
-        hosts: The content of ``/etc/hosts``.
-
-    Raises:
-        NodesError: They cannot be made here.
+    end, with every process in them, however this one ends. ``kinds`` are some of ``net``, ``mount``, ``ipc``, ``uts``
+    and ``pid``, with the last of which ``/proc`` is new as well; ``name`` is the host name, ``hosts`` the content of
+    ``/etc/hosts``.
     """
 
     def __init__(self, kinds: Sequence[str], name: str, hosts: str) -> None:
@@ -317,11 +307,7 @@ class Namespaces:
         return ["nsenter", *files, "--", *there, *words]
 
     def do(self, words: Sequence[str], *, text: str = "") -> str:
-        """Run a short command in there that reads ``text``, and give what it prints.
-
-        Raises:
-            NodesError: It failed.
-        """
+        """Run a short command in there that reads ``text``, and give what it prints; NodesError where it fails."""
         try:
             done = subprocess.run(
                 self.entering(words), input=text, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -382,12 +368,7 @@ class Finished:
 
 
 class NodeJob:
-    """Commands that run at the same time, and have the nodes for themselves: with them every process there ends.
-
-    Args:
-        started: Each command, with what it has besides this process's environment.
-        nodes: Where all processes end with this job.
-    """
+    """Commands that run at the same time, and have the nodes for themselves: with them every process there ends."""
 
     def __init__(self, started: Sequence[tuple[Sequence[str], _Environment]], nodes: Sequence[Namespaces]) -> None:
         self._nodes = nodes

@@ -45,12 +45,7 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "bucket_cap_mb": 0.0002},
 )
 _Shape = tuple[int, ...]
-_BUCKETS: tuple[tuple[_Shape, ...], ...] = (
-    ((5,),),
-    ((3, 4), (0, 2), (), (7,)),
-    ((1,),),
-    ((1 << 16,), (33,)),
-)
+_BUCKETS: tuple[tuple[_Shape, ...], ...] = (((5,),), ((3, 4), (0, 2), (), (7,)), ((1,),), ((1 << 16,), (33,)))
 _GUARD = 16
 _SIZES = (1, 5, 100_003)
 _MODULUS = 5
@@ -58,21 +53,14 @@ _MODULUS = 5
 
 @dataclass(frozen=True)
 class Plugs:
-    """The functions and hooks that are plugged into the wrapper.
+    """The functions and hooks that are plugged into the wrapper."""
 
-    Attributes:
-        reduce_function: See :class:`ppe_ddp.ReduceFunction`.
-        broadcast_function: See :class:`ppe_ddp.BroadcastFunction`.
-        hook: See :class:`ppe_ddp.CommHook`.
-        state: The hook's; each wrapper gets a deep copy.
-        tolerance: The largest error of a mean, in units of the largest gradient element of the model on any
-            rank. None: what rounding explains.
-    """
-
-    reduce_function: ReduceFunction | None = None
-    broadcast_function: BroadcastFunction | None = None
-    hook: CommHook | None = None
-    state: object = None
+    reduce_function: ReduceFunction | None = None  # see :class:`ppe_ddp.ReduceFunction`
+    broadcast_function: BroadcastFunction | None = None  # see :class:`ppe_ddp.BroadcastFunction`
+    hook: CommHook | None = None  # see :class:`ppe_ddp.CommHook`
+    state: object = None  # the hook's; each wrapper gets a deep copy
+    # The largest error of a mean, in units of the largest gradient element of the model on any rank. None: what
+    # rounding explains.
     tolerance: float | None = None
 
 
@@ -134,13 +122,7 @@ class _KnownBucket:
     """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
-        self,
-        index: int,
-        shapes: Sequence[_Shape],
-        groups: Groups,
-        dtype: torch.dtype,
-        device: str,
-        division: Division,
+        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, division: Division
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
@@ -339,15 +321,10 @@ def _subgroup(device: str) -> Iterator[str]:
 
 
 class Trained(NamedTuple):
-    """The findings of one rank.
+    """The findings of one rank."""
 
-    Attributes:
-        problems: What is wrong, one sentence each.
-        digests: By step and name, digests of gradients and buffers, which must be the same on all ranks.
-    """
-
-    problems: list[str]
-    digests: dict[str, str]
+    problems: list[str]  # what is wrong, one sentence each
+    digests: dict[str, str]  # by step and name, digests of gradients and buffers, which must be the same on all ranks
 
 
 class _LinearOfDtype(nn.Module):
@@ -365,9 +342,7 @@ class _LinearOfDtype(nn.Module):
 class DynamicModel(nn.Module):
     """Layers that are used, or not, by a path that each forward draws anew.
 
-    Args:
-        dtypes: Of the parameters, in turn.
-        has_sparse: Whether there is an embedding whose gradient is sparse.
+    The parameters have ``dtypes`` in turn; if it ``has_sparse``, there is an embedding whose gradient is sparse.
     """
 
     seen: Tensor

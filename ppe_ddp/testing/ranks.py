@@ -473,11 +473,6 @@ def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> Non
     A call is `(sys.path, pickled (function, arguments))`. The answer is True with a pickled
     `(result, whether the default process group is the one joined last)`, or False with a pickled
     `(one-line summary, traceback, pickled exception or None)`.
-
-    Args:
-        pipe: Where calls come from and answers go to.
-        environment: That of the process which wants this rank; the one that it was forked from may be older.
-        stack_file: Where the stacks of all threads are written on SIGUSR1 and on a crash.
     """
     # What was imported before is there to stay: without it, each look for garbage takes a tenth of a second less.
     gc.freeze()

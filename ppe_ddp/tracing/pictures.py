@@ -83,12 +83,7 @@ def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **mor
 
 
 def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
-    """Draw a typical step of each panel, one below the other on one scale, and write it to ``path``.
-
-    Args:
-        panels: By title, the records of some ranks, on one clock.
-        path: The file: .png, .svg or .pdf.
-    """
+    """Draw a typical step of each panel, one below the other on one scale, and write it to ``path``."""
     drawings = [_Drawing(title, records) for title, records in panels.items()]
     longest = max(drawing.end - drawing.begin for drawing in drawings)
     heights = [drawing.height * 0.2 + 0.75 for drawing in drawings]

@@ -55,21 +55,14 @@ _FORMAT = "ppe_ddp timeline, version 1"
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """The offset between this rank's clock and that of rank 0.
+    """The offset between this rank's clock and that of rank 0."""
 
-    Attributes:
-        job: The same text on all ranks that were compared together, and on no others.
-        rank: This process in their group.
-        world_size: The size of that group.
-        offset_ns: What to subtract from this rank's times to get those of rank 0.
-        error_ns: By how much that may be wrong.
-    """
-
+    # The same text on all ranks that were compared together, and on no others.
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
-    rank: int = 0
-    world_size: int = 1
-    offset_ns: int = 0
-    error_ns: int = 0
+    rank: int = 0  # this process in their group
+    world_size: int = 1  # the size of that group
+    offset_ns: int = 0  # what to subtract from this rank's times to get those of rank 0
+    error_ns: int = 0  # by how much that may be wrong
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
@@ -112,36 +105,23 @@ def _message(number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Presence:
-    """The gradients that existed in the backwards of one module.
+    """The gradients that existed in the backwards of one module."""
 
-    Attributes:
-        names: The names of its parameters.
-        local: One text a backward, one character a parameter: "1" where this rank had the gradient.
-        agreed: As ``local``, "1" where any rank had it.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names of its parameters
+    # One text a backward, one character a parameter: "1" where this rank had the gradient.
     local: list[str] = field(default_factory=list)
-    agreed: list[str] = field(default_factory=list)
+    agreed: list[str] = field(default_factory=list)  # as ``local``, "1" where any rank had it
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The record of one rank.
+    """The record of one rank."""
 
-    Attributes:
-        clock: Its rank, and the offset of its clock.
-        host: The name of its machine.
-        spans: In order, by this rank's clock.
-        backwards: Begin and end of each synchronized backward, by this rank's clock.
-        presence: One for each module.
-    """
-
-    clock: ClockOffset
+    clock: ClockOffset  # its rank, and the offset of its clock
     host: str
-    spans: list[Span]
-    backwards: list[tuple[int, int]]
-    presence: list[Presence]
+    spans: list[Span]  # in order, by this rank's clock
+    backwards: list[tuple[int, int]]  # begin and end of each synchronized backward, by this rank's clock
+    presence: list[Presence]  # one for each module
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
@@ -173,11 +153,7 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Read what :meth:`write` has written.
-
-        Raises:
-            ValueError: The file is something else.
-        """
+        """Read what :meth:`write` has written; ValueError where the file is something else."""
         try:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:
@@ -233,12 +209,11 @@ class Recording:
     """A recording under way on this rank.
 
     Attributes:
-        log: What the engine writes into.
         clock: The offset of this rank's clock; until it is compared, the process counts as alone.
     """
 
     def __init__(self) -> None:
-        self.log = EventLog(self._on_groups)
+        self.log = EventLog(self._on_groups)  # what the engine writes into
         self.clock, self._is_compared = ClockOffset(), False
         self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 
@@ -269,11 +244,7 @@ class Recording:
 
 @contextmanager
 def record() -> Generator[Recording, None, None]:
-    """Record what this rank does inside, on all ranks together.
-
-    Raises:
-        RuntimeError: Something is being recorded already in this process.
-    """
+    """Record what this rank does inside, on all ranks together; raises where something is being recorded already."""
     if EventLog.current is not None:
         raise UnusableError("a timeline is being recorded in this process already; end that one before")
     recording = Recording()
@@ -354,28 +325,19 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 @dataclass(frozen=True)
 class TimelineSummary:
-    """The numbers of a timeline.
-
-    Attributes:
-        ranks: The number of ranks.
-        backwards: The most synchronized backwards of any rank.
-        step_ms: The time from the end of one synchronized backward to the next; this and what follows are means over
-            ranks and steps, without the longest tenth of these, where something else has kept a rank.
-        under_way_ms: The time in a step in which gradients or parameters were on their way.
-        exposed_ms: The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
-        hidden: The part of the time under way in which the rank computed; None where nothing was sent.
-        clock_error_ms: By how much the times of a rank may be wrong beside those of rank 0, at most.
-        own_ms: The time in a step in which each rank did not wait, by rank.
-    """
+    """The numbers of a timeline."""
 
     ranks: int
-    backwards: int
+    backwards: int  # the most synchronized backwards of any rank
+    # The time from the end of one synchronized backward to the next; this and what follows are means over ranks and
+    # steps, without the longest tenth of these, where something else has kept a rank.
     step_ms: float
-    under_way_ms: float
+    under_way_ms: float  # the time in a step in which gradients or parameters were on their way
+    # The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
     exposed_ms: float
-    hidden: float | None
-    clock_error_ms: float
-    own_ms: dict[int, float]
+    hidden: float | None  # the part of the time under way in which the rank computed; None where nothing was sent
+    clock_error_ms: float  # by how much the times of a rank may be wrong beside those of rank 0, at most
+    own_ms: dict[int, float]  # the time in a step in which each rank did not wait, by rank
 
     @property
     def slow(self) -> dict[int, float]:
@@ -385,7 +347,6 @@ class TimelineSummary:
         return {rank: own - usual for rank, own in self.own_ms.items() if own > least}
 
     def __str__(self) -> str:
-        """A few lines."""
         lines = [f"{self.ranks} ranks, {self.backwards} synchronized backwards; a step takes {self.step_ms:.2f} ms"]
         if self.hidden is None:
             lines.append("nothing was sent")

@@ -88,11 +88,7 @@ def _draw_if_last(folder: Path, clock: ClockOffset, *, pictures: bool) -> None:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """The records in ``folder`` of the ranks of one job.
-
-    Raises:
-        ValueError: There are none, or they are not all of one job, or some are missing.
-    """
+    """The records in ``folder`` of the ranks of one job; ValueError where there are none, or some of another job."""
     records = [RankRecord.read(path) for path in sorted(folder.glob(_NAMES.format("*")))]
     if not records:
         raise ValueError(f"{folder} has no file rank-0.json: no timeline was recorded there")

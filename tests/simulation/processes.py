@@ -106,9 +106,6 @@ def _condition(address):
 class _DirectCaller:
     """Calls the store in the thread that asks."""
 
-    def __init__(self, _pid):
-        pass
-
     def result(self, function, _seconds):
         return function()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,33 +27,22 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.cuda_device import CudaDevice
 
-__all__ = ["Communicator", "Communicators", "Members", "NcclCollectives", "PreparedCalls"]
-
 
 class Members(NamedTuple):
-    """The ranks that a communicator connects.
+    """The ranks that a communicator connects."""
 
-    Attributes:
-        purpose: "collectives" or "messages": the same ranks may have one for each.
-        ranks: Ranks of the group, in the communicator's order; for messages the sender and the receiver.
-    """
-
-    purpose: str
-    ranks: tuple[int, ...]
+    purpose: str  # "collectives" or "messages": the same ranks may have one for each
+    ranks: tuple[int, ...]  # ranks of the group, in the communicator's order; for messages the sender and the receiver
 
 
 class Communicator:
-    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream.
-
-    Attributes:
-        nccl: ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end.
-    """
+    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream."""
 
     def __init__(self, device: CudaDevice, index: int, members: Members) -> None:
         self.index = index
         self.members = members
         self.stream = device.make_stream(index)
-        self.nccl: Any = None
+        self.nccl: Any = None  # ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end
         self._device = device
 
     def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:
@@ -65,16 +53,7 @@ class Communicator:
 
 
 class Communicators:
-    """The communicators of one process group on this rank.
-
-    Args:
-        library: ``cupy.cuda.nccl``.
-        device: What the tensors are on.
-        store: What the ranks of the group, and no others, share.
-        rank: This rank in the group.
-        place: Who and where, for errors.
-        timeout: How long a rank waits for the others to come, in seconds.
-    """
+    """The communicators of one process group on this rank."""
 
     def __init__(self, library: Any, device: CudaDevice, store: Any, rank: int, place: str, timeout: float) -> None:
         self._library = library
@@ -101,9 +80,8 @@ class Communicators:
     def connect(self, communicators: Iterable[Communicator]) -> None:
         """Connect those that are not connected yet, which their ranks must do together, not inside a group of calls.
 
-        Raises:
-            CommunicationError: A rank did not come within the timeout, NCCL could not connect them, or all
-                communicators were ended, by the watchdog perhaps while this call was on its way.
+        Raises CommunicationError where a rank did not come in time, NCCL could not connect them, or all communicators
+        were ended, by the watchdog perhaps while this call was on its way.
         """
         missing = {(one.index, one.members) for one in communicators if one.nccl is None}
         # Those two ranks may next meet with a message the other way, in the other order.
@@ -119,15 +97,15 @@ class Communicators:
 
     def call(self, parts: Sequence[tuple[Communicator, PreparedCalls]]) -> None:
         """Give all calls of some parts to NCCL, as one group where they are several: none waits for another."""
-        calls = [(communicator, call) for communicator, part in parts for call in part.calls]
+        calls = [(communicator, *call) for communicator, part in parts for call in part.calls]
         with self._grouped() if len(calls) > 1 else contextlib.nullcontext():
-            for communicator, call in calls:
+            for communicator, name, tensors, numbers in calls:
                 nccl = communicator.nccl
                 if nccl is None:
                     raise self._were_ended()
                 with self._device.make_current(communicator.index):
-                    addresses = [tensor.data_ptr() for tensor in call.tensors]
-                    getattr(nccl, call.name)(*addresses, *call.numbers, communicator.stream.cuda_stream)
+                    addresses = [tensor.data_ptr() for tensor in tensors]
+                    getattr(nccl, name)(*addresses, *numbers, communicator.stream.cuda_stream)
 
     def _were_ended(self) -> CommunicationError:
         return CommunicationError(f"{self._place}: the group's communicators were ended")
@@ -156,8 +134,7 @@ class Communicators:
     def end(self, *, orderly: bool) -> None:
         """Give all communicators back to NCCL, for good.
 
-        Args:
-            orderly: Whether all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
+        ``orderly`` where all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
         """
         self._ended = True
         for communicator in list(self._all.values()):
@@ -194,15 +171,6 @@ class Communicators:
             ) from error
 
 
-@dataclass(frozen=True)
-class NcclCall:
-    """One call of NCCL: the name of the communicator's method, its buffers, and its other arguments but the stream."""
-
-    name: str
-    tensors: tuple[Tensor, ...]
-    numbers: tuple[int, ...]
-
-
 class PreparedCalls:
     """What one collective or message asks of NCCL, and the copies that bring the results to where the user wants them.
 
@@ -210,7 +178,8 @@ class PreparedCalls:
     """
 
     def __init__(self) -> None:
-        self.calls: list[NcclCall] = []
+        # The name of the communicator's method, its buffers, and its other arguments but the stream.
+        self.calls: list[tuple[str, tuple[Tensor, ...], tuple[int, ...]]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def output(self, tensor: Tensor) -> Tensor:
@@ -224,16 +193,14 @@ class PreparedCalls:
     def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
         """Add a call, unless it is of no elements."""
         if count:
-            self.calls.append(NcclCall(name, tensors, (count, *numbers)))
+            self.calls.append((name, tensors, (count, *numbers)))
         return self
 
     def send(self, tensor: Tensor, peer: int) -> PreparedCalls:
-        """Add the sending of a tensor."""
         source = _readable(tensor)
         return self.call("send", (source,), source.nbytes, BYTE, peer)
 
     def receive(self, tensor: Tensor, peer: int) -> PreparedCalls:
-        """Add the receiving of a tensor."""
         target = self.output(tensor)
         return self.call("recv", (target,), target.nbytes, BYTE, peer)
 
@@ -246,7 +213,6 @@ class PreparedCalls:
         return self
 
     def finish(self) -> None:
-        """Copy the results, after the calls."""
         for tensor, memory in self.copies:
             tensor.detach().copy_(memory)
 
@@ -262,39 +228,33 @@ class NcclCollectives:
         ValueError: The sizes of this rank's own arguments do not fit together.
     """
 
-    def __init__(self, rank: int, size: int, version: int) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._version = version
         self._arguments = CollectiveArguments(rank, size)
 
     def all_reduce(self, tensor: Tensor, op: Any) -> PreparedCalls:
-        """Reduce over the ranks, in place."""
         part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         return part.call("allReduce", (source, part.output(tensor)), *numbers)
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> PreparedCalls:
-        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
         part, (source, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         # NCCL writes to the root's output alone.
         target = part.output(tensor) if self.rank == root else source
         return part.call("reduce", (source, target), *numbers, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> PreparedCalls:
-        """Overwrite ``tensor`` by that of rank ``root``; the same number of bytes everywhere."""
         part = PreparedCalls()
         memory = _readable(tensor) if self.rank == root else part.output(tensor)
         return part.call("broadcast", (memory, memory), memory.nbytes, BYTE, root)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> PreparedCalls:
-        """Put the tensors of all ranks one after another into ``output``, which has ``size`` times the elements."""
-        self._arguments.check_all_gather(output, tensor)
+        self._arguments.check_whole("an all-gather", tensor, output)
         part, source = PreparedCalls(), _readable(tensor)
         return part.call("allGather", (source, part.output(output)), source.nbytes, BYTE)
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> PreparedCalls:
-        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
-        self._arguments.check_all_gather_list(outputs, tensor)
+        self._arguments.check_parts("an all-gather", tensor, outputs)
         if _are_even(outputs):
             flat = _flat_for(outputs)
             part = self.all_gather(flat, tensor)
@@ -310,14 +270,12 @@ class NcclCollectives:
         return part
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Any) -> PreparedCalls:
-        """Reduce over the ranks; rank i gets the i-th of ``size`` equal parts of the flat ``tensor``."""
-        self._arguments.check_reduce_scatter(output, tensor)
+        self._arguments.check_whole("a reduce-scatter", output, tensor)
         part, (source, total, *numbers) = PreparedCalls(), self._reduced(tensor, op)
         return part.call("reduceScatter", (source, part.output(output)), total // self.size, *numbers)
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> PreparedCalls:
-        """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
-        self._arguments.check_reduce_scatter_list(output, tensors)
+        self._arguments.check_parts("a reduce-scatter", output, tensors)
         if _are_even(tensors):
             return self.reduce_scatter(output, pack(_flat_for(tensors), tensors), op)
         part = PreparedCalls()
@@ -330,7 +288,6 @@ class NcclCollectives:
     def all_to_all(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> PreparedCalls:
-        """Send each rank its rows, and receive its rows from each."""
         check_dtypes(output, tensor)
         part = PreparedCalls()
         sent = _readable(tensor).view(-1).split(self._arguments.split_sizes(tensor, input_splits))
@@ -338,26 +295,23 @@ class NcclCollectives:
         return part.exchange(sent, received)
 
     def all_to_all_list(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> PreparedCalls:
-        """Send ``tensors[j]`` to rank j and receive rank i's tensor into ``outputs[i]``; any sizes that match."""
         self._arguments.check_list(outputs, "outputs of an all-to-all", *tensors)
         self._arguments.check_list(tensors, "inputs of an all-to-all")
         return PreparedCalls().exchange(tensors, outputs)
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> PreparedCalls:
-        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
         if self.rank == root:
             self._arguments.check_list(outputs, "outputs of a gather", tensor)
         return PreparedCalls().send(tensor, root).exchange((), outputs if self.rank == root else ())
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> PreparedCalls:
-        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
         if self.rank == root:
             self._arguments.check_list(tensors, "inputs of a scatter", output)
         return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
         """Memory whose numbers NCCL can reduce, how many they are, their datatype, and NCCL's operation."""
-        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op, self._version)
+        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op)
         source = _readable(tensor)
         return source, source.nbytes // itemsize, datatype, kind
 

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
-__all__ = ["NcclGroup", "make_group"]
-
 _NAME = "cupy_nccl"
 _NAP_SECONDS = 50e-6
 _LOOK_SECONDS = 0.5
@@ -46,16 +43,8 @@ _PATIENCE_SECONDS = 1.0
 
 
 def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
-    """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        library: ``cupy.cuda.nccl``.
-    """
-    makers = {
-        "cuda": lambda: NcclGroup(arguments, library, CudaDevice()),
-        "cpu": lambda: group_over("gloo", arguments),
-    }
+    """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU."""
+    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: group_over("gloo", arguments)}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
 
 
@@ -70,11 +59,6 @@ class NcclGroup(CollectiveGroup):
     messages and collectives do not wait for one another. The first between two ranks leaves at its ``wait()``, or at
     the next collective, since both must be there to connect; later ones leave at once. Tags are not looked at.
 
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        library: ``cupy.cuda.nccl``.
-        nccl_device: What the tensors are on.
-
     Raises from any collective:
         CommunicationError: NCCL reports an error, a rank did not come, or an earlier call did not end in time.
         TypeError: NCCL has no such reduction for the dtype, or the tensors are sparse.
@@ -88,7 +72,7 @@ class NcclGroup(CollectiveGroup):
         seconds = self._timeout.total_seconds()
         self._place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._device = nccl_device
-        self._over: NcclCollectives = NcclCollectives(rank, size, library.get_version())
+        self._over: NcclCollectives = NcclCollectives(rank, size)
         self._communicators = Communicators(library, nccl_device, arguments.store, rank, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
         self._coalesced: NcclOperation | None = None
@@ -109,7 +93,6 @@ class NcclGroup(CollectiveGroup):
         return self._message(f"send to rank {peer}", tensors, (self.rank(), peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to receive one tensor."""
         return self._message(f"receive from rank {peer}", tensors, (peer, self.rank()))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
@@ -241,25 +224,16 @@ class NcclGroup(CollectiveGroup):
 
 
 class NcclOperation:
-    """NCCL calls that are launched together.
-
-    Args:
-        what: Who, where and which call, for errors: ``"rank 0 of 2, group 'default': all_reduce"``.
-        check: Raises where the group has failed.
-
-    Attributes:
-        parts: What is to be called, on which communicators; empty once it was.
-        events: The streams that it is on, each with the event behind it.
-        launch: Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
-        since: When it was given to NCCL.
-    """
+    """NCCL calls that are launched together; ``what``: ``"rank 0 of 2, group 'default': all_reduce"``, for errors."""
 
     def __init__(self, what: str, check: Callable[[], None]) -> None:
         self.what = what
+        # What is to be called, on which communicators; empty once it was.
         self.parts: list[tuple[Communicator, PreparedCalls]] = []
-        self.events: list[tuple[Any, Any]] = []
+        self.events: list[tuple[Any, Any]] = []  # the streams that it is on, each with the event behind it
+        # Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
         self.launch: Callable[[], None] | None = None
-        self.since = 0.0
+        self.since = 0.0  # when it was given to NCCL
         self._check_group = check
         self._launched = False
         self._error: BaseException | None = None
@@ -271,9 +245,7 @@ class NcclOperation:
 
     def note_launched(self) -> None:
         """Note that NCCL has it: record the events, and drop the memory, which streams may then reuse."""
-        streams = [
-            communicator.stream for communicator in dict.fromkeys(communicator for communicator, _ in self.parts)
-        ]
+        streams = dict.fromkeys(communicator.stream for communicator, _ in self.parts)
         self.events = [(stream, stream.record_event()) for stream in streams]
         self.parts = []
         self._launched = True
@@ -290,7 +262,6 @@ class NcclOperation:
             raise CommunicationError(str(self._error)) from self._error
 
     def done(self) -> bool:
-        """Whether the device is through with it."""
         return self._launched and all(event.query() for _, event in self.events)
 
 
@@ -298,10 +269,6 @@ class NcclWork(PythonWork):
     """A collective or message on its way on the device.
 
     Args:
-        operation: The calls, perhaps among others.
-        device: See :class:`~ppe_ddp.backends.cuda_device.CudaDevice`.
-        index: The number of the device.
-        result: The output tensors.
         blocks: ``wait()`` keeps the host until it is over, as a barrier does.
         source: Whom a message comes from, as a rank of the group; -1 for anything else.
     """
@@ -350,11 +317,9 @@ class NcclWork(PythonWork):
         return self.exception() is not None or self._operation.done()
 
     def is_success(self) -> bool:
-        """Whether the device is through with it, and it has not failed."""
         return self.exception() is None and self._operation.done()
 
     def exception(self) -> BaseException | None:
-        """The error that it, or the group, has failed with."""
         try:
             self._operation.check()
         except CommunicationError as error:
@@ -400,9 +365,6 @@ class Watchdog:
     no step is computed with those numbers in between.
 
     Args:
-        communicators: The group's.
-        place: Who and where, for errors.
-        timeout: How long a call may take, in seconds.
         calls: Held by whoever is about to call NCCL.
     """
 
@@ -448,12 +410,13 @@ class Watchdog:
 
     def drain(self) -> None:
         """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
-        for operation in list(self._operations):
-            progress_engine(os.getpid()).wait_until(partial(self._is_over, operation), nap=0.001)
-        self._operations.clear()
 
-    def _is_over(self, operation: NcclOperation) -> bool:
-        return operation.done() or self._error is not None or self._closed.is_set()
+        def is_over() -> bool:
+            is_done = all(operation.done() for operation in list(self._operations))
+            return is_done or self._error is not None or self._closed.is_set()
+
+        progress_engine(os.getpid()).wait_until(is_over, nap=0.001)
+        self._operations.clear()
 
     def close(self) -> None:
         """End the watch: every later call raises, and the communicators are not looked at any more."""

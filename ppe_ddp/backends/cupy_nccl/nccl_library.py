@@ -30,26 +30,25 @@ NCCL_OF_SHARED_DEVICES = 23000
 BYTE = 1
 """NCCL's number of uint8: what is moved and not computed with goes as bytes."""
 
-# ncclDataType_t, and from which version of NCCL on.
+# ncclDataType_t; float8 came with NCCL 2.24, and torch 2.9 with 2.27.
 _DATATYPES = {
-    torch.int8: (0, 0),
-    torch.uint8: (BYTE, 0),
-    torch.int32: (2, 0),
-    torch.uint32: (3, 0),
-    torch.int64: (4, 0),
-    torch.uint64: (5, 0),
-    torch.float16: (6, 0),
-    torch.float32: (7, 0),
-    torch.float64: (8, 0),
-    torch.bfloat16: (9, 21000),
-    torch.float8_e4m3fn: (10, 22400),
-    torch.float8_e5m2: (11, 22400),
+    torch.int8: 0,
+    torch.uint8: BYTE,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+    torch.float8_e4m3fn: 10,
+    torch.float8_e5m2: 11,
 }
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM, _PRODUCT, _MAX, _MIN, _AVERAGE = range(5)  # ncclRedOp_t
-_FIRST_WITH_AVERAGE = 21000
 _OPS = {_Kind.SUM: _SUM, _Kind.AVG: _AVERAGE, _Kind.PRODUCT: _PRODUCT, _Kind.MAX: _MAX, _Kind.MIN: _MIN}
 # As in torch's own arithmetic: True + True is True, True * False is False.
 _BOOL_OPS = dict.fromkeys((_Kind.SUM, _Kind.MAX, _Kind.BOR), _MAX) | dict.fromkeys(
@@ -97,13 +96,8 @@ def load_nccl() -> Any:
 
 
 @functools.cache
-def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> tuple[int, int, int]:
-    """Look up how NCCL reduces tensors of a dtype.
-
-    Args:
-        dtype: The tensors' dtype.
-        kind: The operation, ``ReduceOp.op``.
-        version: NCCL's version, as ``ncclGetVersion`` counts: 22707.
+def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
+    """Look up how NCCL reduces tensors of a dtype by an operation (``ReduceOp.op``).
 
     Returns:
         NCCL's number of the datatype (uint8 for bool, real numbers for the sum of complex ones), the bytes of one
@@ -115,15 +109,9 @@ def reduction_of(dtype: torch.dtype, kind: Any, version: int) -> tuple[int, int,
     op = (_BOOL_OPS if dtype is torch.bool else _OPS).get(kind)
     sums = kind in (_Kind.SUM, _Kind.AVG)
     view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if sums else dtype
-    what = f"ReduceOp.{kind.name} of {dtype} tensors"
     if view not in _DATATYPES or op is None:
-        raise TypeError(f"NCCL has no {what}; convert them, or reduce them on the CPU")
-    datatype, first = _DATATYPES[view]
-    if op == _AVERAGE:
-        first = max(first, _FIRST_WITH_AVERAGE)
-    if version < first:
-        raise TypeError(f"this NCCL ({version}) has no {what}, which came with {first}; use a newer CuPy and torch")
-    return datatype, view.itemsize, op
+        raise TypeError(f"NCCL has no ReduceOp.{kind.name} of {dtype} tensors; convert them, or reduce them on the CPU")
+    return _DATATYPES[view], view.itemsize, op
 
 
 def torch_nccl() -> int | None:
@@ -160,6 +148,4 @@ def loaded_files() -> tuple[str, ...]:
 
 def version_text(number: int) -> str:
     """NCCL's number of a version as people write it: 22707 is 2.27.7."""
-    # Until 2.8 the places were of one digit.
-    major, rest = divmod(number, 10000) if number >= 10000 else divmod(number, 1000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 
 _FEWEST_TAGS = 32767  # that any MPI allows
 
-__all__ = ["MpiOptions", "MpiProcessGroup", "make_group"]
-
 
 def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | DeviceRoutedGroup:
     """Make a group of ranks of MPI's world; its ranks, and no others, must call it together.
 
     Where the user wants another backend for some devices (``"cpu:mpi4py,cuda:nccl"``), it holds a group for each.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        options: None for the defaults.
 
     Raises:
         CommunicationError: torch's ranks are not MPI's, but those of another launcher; or not all have come.
@@ -69,7 +63,6 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         install_job_hooks(together=True)
         comm = world.Dup()
     own = MpiProcessGroup(comm, arguments, options or MpiOptions(), keys.under(f"ppe_ddp/mpi/{turn}"))
-    own.compare_collectives_if_asked(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import io
 import ipaddress
 import json
@@ -24,7 +23,7 @@ from torch.distributed import default_pg_timeout
 
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import progress_engine
+from ppe_ddp.waiting import each_process, progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -110,14 +109,12 @@ def install_job_hooks(*, together: bool = False) -> None:
     Args:
         together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
     """
-    job = _job(os.getpid())
+    job = _job_hooks()
     if together:
         job.prepare_exit_barrier()
 
 
-@functools.cache
-def _job(pid: int) -> _JobHooks:
-    return _JobHooks()
+_job_hooks = each_process(_JobHooks)
 
 
 def _abort(code: int = 1) -> None:
@@ -131,12 +128,9 @@ def _abort(code: int = 1) -> None:
 def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
     """Make one store that all ranks of MPI's world share; every rank of that world must call it together.
 
-    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on
-    all interfaces, and tells the others its address over MPI.
-
-    Args:
-        url: ``mpi://``, with a ``rank`` or ``world_size`` in its query where the user gave them.
-        timeout: The store's; None for torch's default.
+    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on all
+    interfaces, and tells the others its address over MPI. ``url`` is ``mpi://``, with a ``rank`` or ``world_size`` in
+    its query where the user gave them.
 
     Returns:
         The store, this process's rank and the number of ranks, both MPI's.
@@ -169,23 +163,13 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
     world.Bcast(address)
     store = TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=limit,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, size, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, rank, size
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:
-    """Refuse N worlds of one rank each, which is what the mpirun of another MPI library starts.
-
-    Raises:
-        CommunicationError: MPI's world has one rank, and the environment tells of more; with the remedy.
-    """
+    """Raise CommunicationError for N worlds of one rank, which is what the mpirun of another MPI library starts."""
     if MPI.COMM_WORLD.Get_size() > 1:
         return
     for variable, launcher in _LAUNCHERS:

@@ -59,19 +59,13 @@ Call = list[Any]
 
 
 class MpiCall:
-    """What MPI has under way.
-
-    Args:
-        request: MPI's handle.
-        memory: What MPI reads or writes; kept alive until it is done.
-    """
+    """What MPI has under way."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
         self.request = request
         self.memory = memory
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if not self.request.Test():
             return False
         self.memory = ()
@@ -82,12 +76,7 @@ class MpiCall:
 
 
 class MpiMessage:
-    """A message over MPI.
-
-    Args:
-        start: Returns MPI's handle of it; None while it cannot be started yet, and is asked again.
-        memory: What MPI reads or writes; kept alive until it is done.
-    """
+    """A message over MPI; ``start`` gives MPI's handle of it, or None as long as it cannot be started."""
 
     def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
         self.source = -1
@@ -102,7 +91,6 @@ class MpiMessage:
         return self._request is not None and not self._is_done
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if self._request is None and self._start is not None:
             self._request = self._start()
         status = MPI.Status()
@@ -120,26 +108,19 @@ class MpiWire:
     """See :class:`~ppe_ddp.backends.wire.Wire`.
 
     Args:
-        comm: A communicator of the ranks, in order.
         piece_bytes: In pieces of which size large collectives are begun one after another, so that they stay in the
             cache; 0 as a whole.
-
-    Attributes:
-        comm: The same.
-        count: How many collectives were begun.
-        left: What was under way when the wire was given up.
-        has_messages: Whether there was any message, which may not have been received.
     """
 
     dtypes = frozenset(_DATATYPES)
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = 0) -> None:
-        self.comm = comm
+        self.comm = comm  # of the ranks, in order
         self.size = comm.Get_size()
         self.piece_bytes = piece_bytes
-        self.count = 0
-        self.left: list[MpiCall] = []
-        self.has_messages = False
+        self.count = 0  # how many collectives were begun
+        self.left: list[MpiCall] = []  # what was under way when the wire was given up
+        self.has_messages = False  # whether there was any message, which may not have been received
         self._rank = comm.Get_rank()
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._under_way: list[MpiCall] = []
@@ -148,37 +129,29 @@ class MpiWire:
         self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
-        """See :meth:`Wire.all_reduce`."""
         return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
 
     def broadcast(self, flat: Tensor, root: int) -> MpiCall:
-        """See :meth:`Wire.broadcast`."""
         return self._begun(self.comm.Ibcast(_byte_buffer(flat), root), (flat,), "broadcast", flat, root)
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> MpiCall:
-        """See :meth:`Wire.all_gather`."""
         block = (_byte_buffer(rows)[0], flat.nbytes, MPI.BYTE)  # mpi4py wants the count of one rank's part
         request = self.comm.Iallgather(_byte_buffer(flat), block)
         return self._begun(request, (rows, flat), "all_gather", rows, flat)
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> MpiCall:
-        """See :meth:`Wire.all_to_all`."""
         size = flat.itemsize
         bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
         there, here = [_byte_buffer(flat)[0], bytes_out, MPI.BYTE], [_byte_buffer(output)[0], bytes_in, MPI.BYTE]
         return self._begun(self.comm.Ialltoallv(there, here), (output, flat), "all_to_all", bytes_in, bytes_out)
 
     def barrier(self) -> MpiCall:
-        """See :meth:`Wire.barrier`."""
         return self._begun(self.comm.Ibarrier(), (), "barrier")
 
     def send(self, flat: Tensor, peer: int, tag: int) -> MpiMessage:
-        """See :meth:`Wire.send`."""
         return self._noted(MpiMessage(lambda: self.comm.Isend(_byte_buffer(flat), peer, tag), flat))
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> MpiMessage:
-        """See :meth:`Wire.receive`."""
-
         def start() -> MPI.Request | None:
             if peer is not None:
                 return self.comm.Irecv(_byte_buffer(flat), peer, tag)
@@ -208,11 +181,7 @@ class MpiWire:
         return [[_written(word) for word in call] for call in list(self._last)[len(self._last) - missing :]]
 
     def make_up(self, calls: Mapping[int, Call]) -> MpiCall:
-        """Begin a collective that this rank has not come to, with numbers that mean nothing.
-
-        Args:
-            calls: Of the ranks that have begun it; they belong to one collective.
-        """
+        """Begin a collective that this rank has not come to, with numbers that mean nothing."""
         name, *words = next(iter(calls.values()))
         if name == "all_to_all":
             receiving, sending = (
@@ -224,7 +193,7 @@ class MpiWire:
         return call
 
     def _all_reduce(self, flat: Tensor, datatype: MPI.Datatype, op: MPI.Op) -> MpiCall:
-        request = self.comm.Iallreduce(MPI.IN_PLACE, _typed_buffer(flat, datatype), op)
+        request = self.comm.Iallreduce(MPI.IN_PLACE, (_byte_buffer(flat)[0], flat.numel(), datatype), op)
         return self._begun(request, (flat,), "all_reduce", flat, datatype, op)
 
     def _begun(self, request: MPI.Request, memory: tuple[Tensor, ...], *call: Any) -> MpiCall:
@@ -248,13 +217,9 @@ class MpiWire:
 def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callable[[str, Any], list[Any]]) -> None:
     """Free the communicators of a group; every rank of it calls this, when all have given the group up.
 
-    Args:
-        wires: With their ranks in the group, by a name that is the same on all of those; the first is that of the
-            group. A rank that lacks one keeps it from being freed.
-        exchange: Brings a word of each rank, under a name, to all.
-
-    Raises:
-        CommunicationError: Not all ranks have come.
+    There are ``wires`` with their ranks in the group, by a name that is the same on all of those; the first is that of
+    the group. A rank that lacks one keeps it from being freed. ``exchange`` brings a word of each rank, under a name,
+    to all; it raises CommunicationError where not all ranks have come.
     """
     with progress_engine(os.getpid()).lock:
         own = {name: wire.count for name, (wire, _) in wires.items()}
@@ -271,12 +236,7 @@ def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callab
 
 
 def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
-    """Bring what is under way in a communicator to its end and free it.
-
-    Args:
-        wire: Over the communicator.
-        begun: By its ranks, what each has begun that not all have.
-    """
+    """Bring what is under way in a communicator to its end and free it."""
     progress = progress_engine(os.getpid())
     steps = [
         {rank: calls[step] for rank, calls in enumerate(begun) if step < len(calls)}
@@ -314,13 +274,7 @@ def _fit(calls: Sequence[Call]) -> bool:
 
 
 def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
-    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other.
-
-    Args:
-        comm: The communicator.
-        ranks: In ``comm``.
-        tag: Keeps apart those that are made at the same time.
-    """
+    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other."""
     everyone = comm.Get_group()
     members = everyone.Incl(list(ranks))
     try:
@@ -330,23 +284,12 @@ def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI
         everyone.Free()
 
 
-def _typed_buffer(tensor: Tensor, datatype: MPI.Datatype) -> Buffer:
-    """The memory of a contiguous tensor as ``numel`` numbers of an MPI datatype; it must outlive the MPI call."""
-    _synchronize_cuda(tensor)
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
-
-
 def _byte_buffer(tensor: Tensor) -> Buffer:
-    """The memory of a contiguous tensor as plain bytes: for what is moved and not computed with."""
-    _synchronize_cuda(tensor)
+    """The memory of a contiguous tensor as plain bytes, for what is moved only; it must outlive the MPI call."""
+    if tensor.is_cuda:  # a GPU-aware MPI does not know the streams: what writes the tensor has to have ended
+        torch.cuda.current_stream(tensor.device).synchronize()
     nbytes = tensor.nbytes
     return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE
-
-
-def _synchronize_cuda(tensor: Tensor) -> None:
-    """A GPU-aware MPI does not know the streams: what writes the tensor has to have ended."""
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
 
 
 def _written(word: Any) -> Any:

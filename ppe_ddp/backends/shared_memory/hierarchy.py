@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.shared_memory.two_level_steps import NodeSumStep
-from ppe_ddp.backends.work import Work
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.backends.work import Steps, WireCall, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,73 +35,46 @@ _SUM = _Kind.SUM
 
 
 class Hierarchy:
-    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone.
+    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone."""
 
-    Args:
-        layout: The nodes.
-        memory: The reservation of this process.
-        queue: Of the group.
-        links: One for each slice of this rank. Not those of the group's own collectives, which other ranks may begin
-            at other moments.
-        shared: The transport under the group.
-
-    Attributes:
-        layout: The same.
-        links: What goes between the nodes, for each slice of this rank.
-    """
-
-    def __init__(
-        self,
-        layout: NodeLayout,
-        memory: SharedMemory,
-        queue: StepQueue,
-        links: Sequence[Wire],
-        shared: SharedLink,
-    ) -> None:
+    def __init__(self, layout: NodeLayout, memory: SharedMemory, queue: StepQueue, link: SharedLink) -> None:
         self.layout = layout
         self._memory = memory
         self._queue = queue
-        self._waits = shared.waits
+        self._waits = link.waits
+        # What goes between them, for each slice of this rank.
         self.links = [
-            SliceLink(link, layout.owners(index), layout.rank, shared.waits, shared.progress)
-            for index, link in zip(layout.own_slices, links, strict=True)
+            SliceLink(wire, layout.owners(index), layout.rank, link.waits, link.progress)
+            for index, wire in zip(layout.own_slices, queue.links_of_callers, strict=True)
         ]
 
     def start(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> HierarchicalReduction:
         """Begin to sum ``flat`` over the ranks of each node; all ranks of the group must call it together.
 
-        Args:
-            flat: 1-D and contiguous, of the same size and a floating dtype everywhere; to be left alone until it is
-                over. Changed in place.
-            ranges: Of each slice, where its elements begin and end, in ascending order; disjoint, the same everywhere.
+        It is 1-D and contiguous, of the same size and a floating dtype everywhere, and changed in place until it is
+        over. For each slice the ``ranges`` are where its elements begin and end, in ascending order; disjoint, the same
+        everywhere.
         """
-        return HierarchicalReduction(self._queue, self._waits, flat, self._step(flat, ranges))
-
-    def _step(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> NodeSumStep:
         is_shared = self._memory.position(flat) >= 0
         local = self._memory.view_of(flat) if is_shared else flat.detach()
-        return NodeSumStep(local, _SUM, ranges, self.layout, is_shared=is_shared)
+        step = NodeSumStep(local, _SUM, ranges, self.layout, is_shared=is_shared)
+        return HierarchicalReduction(self._queue, self._waits, flat, step)
 
 
 class HierarchicalReduction:
-    """One reduction, under way.
-
-    Args:
-        queue: Of the group.
-        waits: Of the group.
-        flat: What lives until all ranks have done their part.
-        step: What is done with it.
-
-    Attributes:
-        summed: The first part.
-    """
+    """One reduction of ``flat``, under way; ``summed`` is its first part."""
 
     def __init__(self, queue: StepQueue, waits: Waits, flat: Tensor, step: NodeSumStep) -> None:
         self._queue = queue
         self._waits = waits
         self._step = step
         (self._launched,) = queue.launch([step], flat)
-        self.summed = Work(step.title, waits, self._is_summed, absent=partial(queue.absent, self._launched))
+        self.summed = Work(
+            step.title,
+            waits,
+            lambda: step.sums is not None or queue.has_ended([self._launched]),
+            absent=partial(queue.absent, self._launched),
+        )
 
     @property
     def sums(self) -> list[Tensor]:
@@ -116,81 +88,48 @@ class HierarchicalReduction:
         self._waits.progress()
         return self._queue.work([self._launched])
 
-    def _is_summed(self) -> bool:
-        return self._step.sums is not None or self._queue.has_ended([self._launched])
-
 
 class SliceLink:
     """Messages among the owners of a slice, of which each is on another node; under way until they are waited for.
 
-    Args:
-        link: Joins them.
-        ranks: Theirs in the group.
-        rank: This one.
-        waits: Of the group.
-        progress: Advances the messages.
-
-    Attributes:
-        size: How many there are: the number of nodes.
-        rank: This one's place among them.
+    ``rank`` and ``ranks`` are theirs in the group.
     """
 
-    def __init__(self, link: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:
-        self._link = link
+    def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:
+        self._wire = wire
         self._waits = waits
         self._progress = progress
-        self._under_way: list[_Message] = []
+        self._calls: list[WireCall] = []
         self._elsewhere = [other for other in ranks if other != rank]
-        self.size = len(ranks)
-        self.rank = ranks.index(rank)
+        self.size = len(ranks)  # how many there are: the number of nodes
+        self.rank = ranks.index(rank)  # this one's place among them
+        waits.at_failure.append(self._fail_all)
 
     def all_reduce(self, flat: Tensor) -> Work:
         """Sum ``flat``, 1-D, contiguous, float32 or float64, in place."""
-        return self._message("all_reduce", partial(self._link.all_reduce, flat, _SUM))
+        return self._begin("all_reduce", partial(self._wire.all_reduce, flat, _SUM))
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Work:
-        """See :meth:`Wire.all_to_all`."""
-        return self._message("all_to_all", partial(self._link.all_to_all, output, flat, receiving, sending))
+        return self._begin("all_to_all", partial(self._wire.all_to_all, output, flat, receiving, sending))
 
     def advance(self) -> bool:
         """Move what is under way; whether nothing is left."""
-        self._under_way = [message for message in self._under_way if not message.advance()]
-        return not self._under_way
+        self._calls = [call for call in self._calls if not call.advance()]
+        return not self._calls
 
-    def _message(self, what: str, start: Callable[[], InFlight]) -> Work:
+    def _begin(self, what: str, start: Callable[[], InFlight]) -> Work:
+        def steps() -> Steps:
+            yield start()
+
         self._waits.check(what)
+        call = WireCall(f"{what} between nodes", self._waits, steps(), is_queued=True)
         with self._progress.lock:
-            message = _Message(f"{what} between nodes", self._waits, start())
-            self._under_way.append(message)
+            call.start()
+            self._calls.append(call)
             self._progress.add(self)
-        return Work(message.what, self._waits, message.poll, absent=lambda: self._elsewhere)
+        return Work(call.what, self._waits, call.poll, absent=lambda: self._elsewhere)
 
-
-class _Message:
-    """A collective of the owners of a slice; the progress engine advances it."""
-
-    def __init__(self, what: str, waits: Waits, under_way: InFlight) -> None:
-        self.what = what
-        self._waits = waits
-        self._under_way = under_way
-        self._is_done = False
-        self._reason = ""
-
-    def advance(self) -> bool:
-        """Whether it has ended, well or not; moves it."""
-        if not self._is_done:
-            try:
-                self._is_done = self._under_way.done()
-            except RuntimeError as error:
-                self._reason = str(error)
-                self._waits.give_up(f"{self.what} failed: {error}")
-            if not self._is_done and self._waits.failure:
-                self._reason = self._reason or self._waits.failure
-                self._is_done = True
-        return self._is_done
-
-    def poll(self) -> bool:
-        """Whether it has ended well."""
-        if self._reason and self._is_done:
-            raise CommunicationError(f"{self._waits.place}: {self._reason}")
-        return self._is_done
+    def _fail_all(self) -> None:
+        with self._progress.lock:
+            for call in self._calls:
+                call.fail()

@@ -21,15 +21,10 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The nodes of one group, as one of its ranks sees them.
+    """The nodes of one group, as one of its ranks sees them."""
 
-    Attributes:
-        nodes: The ranks of each node, in order; the nodes in the order of their first ranks.
-        rank: This rank in the group.
-    """
-
-    nodes: tuple[tuple[int, ...], ...]
-    rank: int
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, in order; the nodes in the order of their first ranks
+    rank: int  # this rank in the group
 
     @classmethod
     def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:
@@ -41,7 +36,6 @@ class NodeLayout:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """The ranks of this rank's node."""
         return next(node for node in self.nodes if self.rank in node)
 
     @property
@@ -51,12 +45,10 @@ class NodeLayout:
 
     @property
     def elsewhere(self) -> list[int]:
-        """The ranks of the other nodes."""
         return sorted(rank for node in self.nodes for rank in node if self.rank not in node)
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return sum(map(len, self.nodes))
 
     @property
@@ -70,7 +62,6 @@ class NodeLayout:
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """The rank of each node that owns a slice."""
         return tuple(node[index * len(node) // self.slices] for node in self.nodes)
 
     def targets(self, index: int) -> tuple[int | None, ...]:
@@ -82,7 +73,6 @@ class NodeLayout:
 
     @property
     def own_slices(self) -> range:
-        """The slices that this rank owns, next to one another."""
         own = [index for index in range(self.slices) if self.rank in self.owners(index)]
         return range(own[0], own[-1] + 1) if own else range(0)
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,10 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     shared_memory,
 )
 from ppe_ddp.backends.shared_memory.shared_steps import supports
-from ppe_ddp.backends.shared_memory.step_queue import Peers, SharedLink, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ppe_ddp.backends.mpi import MpiOptions
@@ -54,38 +53,14 @@ _MOST_KEPT = 256  # collectives; about 10 kB each
 _REASON_BYTES = 200
 
 
-class _Connection(NamedTuple):
-    """How the ranks of a group are joined; the same on all of them.
-
-    Attributes:
-        nodes: The ranks of each node, where there are several; none where collectives cannot make use of it.
-        memory: The reservation of this process; None where the group shares no memory.
-        queue: Runs what goes through shared memory; None where nothing does.
-        hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
-    """
-
-    nodes: tuple[tuple[int, ...], ...] = ()
-    memory: SharedMemory | None = None
-    queue: StepQueue | None = None
-    hierarchy: Hierarchy | None = None
-
-
 class SharedMemoryGroup:
     """All-reduces, and where ``options.shared_parts`` reduce-scatters and all-gathers, of large tensors.
 
     Every rank makes it together.
 
     Args:
-        link: The ranks of the group.
-        options: Of the group: which collectives come here; the same on every rank.
         is_enabled: Whether any does.
         two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
-
-    Attributes:
-        nodes: The ranks of each node, where there are several, and either some ranks share memory or each has a node
-            of its own; else none. The same on every rank.
-        queue: Runs what goes through shared memory; None where a rank does not reach that of another of its node.
-        hierarchy: For reductions whose part between the nodes is the caller's; None on one node, or without memory.
     """
 
     def __init__(
@@ -95,12 +70,20 @@ class SharedMemoryGroup:
         self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
-        try:
-            connection = _connect(link, self._piece_bytes) if link.size > 1 and is_enabled else _Connection()
-        except BaseException as error:  # an interrupt: the others wait for this rank
-            link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
-            raise
-        self.nodes, self._memory, self.queue, self.hierarchy = connection
+        # The ranks of each node, where there are several, and either some ranks share memory or each has a node of its
+        # own; else none. The same on every rank.
+        self.nodes: tuple[tuple[int, ...], ...] = ()
+        # Runs what goes through shared memory; None where a rank does not reach that of another of its node.
+        self.queue: StepQueue | None = None
+        # For reductions whose part between the nodes is the caller's; None on one node, or without memory.
+        self.hierarchy: Hierarchy | None = None
+        self._memory: SharedMemory | None = None
+        if link.size > 1 and is_enabled:
+            try:
+                self._connect()
+            except BaseException as error:  # an interrupt: the others wait for this rank
+                link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
+                raise
         self._levels = None if self.hierarchy is None else self.hierarchy.layout
         self._smallest_bytes = max(options.shared_bytes, 0 if self._levels is None else two_level_bytes)
         if self.queue is not None:
@@ -108,13 +91,54 @@ class SharedMemoryGroup:
             if options.shared_parts:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
+    def _connect(self) -> None:
+        """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group come together.
+
+        Nothing comes of it on all ranks where one does not reach those of its node, or where no node has several ranks.
+        Each says why: the first time as a warning, if ranks of one node could share memory.
+        """
+        link = self._link
+        own: SharedMemory | None = None
+        position, packed, reason = -1, bytes(ADDRESS_BYTES), ""
+        try:
+            own = shared_memory()
+            position = control_pages().take()
+            packed = own.address.packed(position)
+        except (OSError, MemoryError) as error:
+            reason = f"it has none: {type(error).__name__}: {error}"
+            packed = _without_memory()
+        addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
+        layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
+        local = [addresses[rank] for rank in layout.local]
+        pages: list[ControlPage] = []
+        if own is not None and not reason:
+            pages, reason = _attach(own, layout.local, local)
+        reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
+        self.nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
+        nodes = {address.node for address, _ in addresses} - {bytes(TOKEN_BYTES)}
+        is_expected = not reasons or len(nodes) == link.size
+        if not layout.shares_memory:
+            reasons.append("every rank is alone on its node")
+        if own is None or reasons:
+            _log_reasons(link.waits.place, reasons, is_expected=is_expected)
+            if position >= 0:
+                control_pages().give_back(position)
+            return
+        link.waits.ended_ranks = lambda: [
+            rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
+        ]
+        self._memory = own
+        self.queue = queue = StepQueue(link, own, layout, pages, self._piece_bytes)
+        link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, len(layout.nodes) == 1
+        control_pages().leave_with(queue, layout.local_rank, pages)
+        if len(layout.nodes) > 1:
+            self.hierarchy = Hierarchy(layout, own, queue, link)
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Shared memory for a tensor of zeros."""
         assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
     def close(self) -> None:
-        """End the connections with other nodes."""
         if self.queue is not None:
             self.queue.close_links()
 
@@ -125,14 +149,10 @@ class SharedMemoryGroup:
     def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
         """Begin a collective of addressable tensors; by kept steps where it came with the same memory before.
 
-        Args:
-            what: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``; nothing else goes through shared memory.
-            *tensors: As :class:`Collectives` takes them.
-            kind: The operation, ``ReduceOp.op``.
-            source: Of an all-reduce: the only one of :attr:`nodes` whose tensors are not zero; None where several may.
-
-        Returns:
-            None where these tensors do not go through shared memory; nothing has happened then.
+        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, for tensors as :class:`Collectives`
+        takes them; ``kind`` the operation, ``ReduceOp.op``. ``source`` is, of an all-reduce, the only one of
+        :attr:`nodes` whose tensors are not zero. None where these tensors do not go through shared memory; nothing has
+        happened then.
         """
         queue = self.queue
         if queue is None or what not in self._makers:
@@ -215,56 +235,6 @@ class SharedMemoryGroup:
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
-def _connect(link: SharedLink, piece_bytes: int) -> _Connection:
-    """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group call this together.
-
-    Returns:
-        Without memory on all ranks where one does not reach those of its node, or where no node has several ranks, or
-        nodes cannot be joined. Each says why: the first time as a warning, if ranks of one node could share memory.
-    """
-    own: SharedMemory | None = None
-    position, packed, reason = -1, bytes(ADDRESS_BYTES), ""
-    try:
-        own = shared_memory()
-        position = control_pages().take()
-        packed = own.address.packed(position)
-    except (OSError, MemoryError) as error:
-        reason = f"it has none: {type(error).__name__}: {error}"
-        packed = _without_memory()
-    addresses = [Address.unpacked(one) for one in link.all_gather(packed)]
-    layout = NodeLayout.of([address.node for address, _ in addresses], link.rank)
-    local = [addresses[rank] for rank in layout.local]
-    spaces: list[mmap.mmap] = []
-    controls: list[ControlPage] = []
-    if own is not None and not reason:
-        spaces, controls, reason = _attach(own, layout.local, local)
-    reasons = [f"rank {rank}: {one}" for rank, one in enumerate(_exchange(link, reason)) if one]
-    nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
-    known = {address.node for address, _ in addresses} - {bytes(TOKEN_BYTES)}
-    is_expected = not reasons or len(known) == link.size
-    if not layout.shares_memory:
-        reasons.append("every rank is alone on its node")
-    elif len(layout.nodes) > 1 and link.join is None:
-        reasons.append("the ranks are on several nodes")
-    if own is None or reasons:
-        _log_reasons(link.waits.place, reasons, is_expected=is_expected)
-        if position >= 0:
-            control_pages().give_back(position)
-        return _Connection(() if layout.shares_memory else nodes)
-    link.waits.ended_ranks = lambda: [
-        rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
-    ]
-    links, of_callers = [], []
-    if len(layout.nodes) > 1 and link.join is not None:
-        links = [link.join(index, layout.owners(index)) for index in layout.own_slices]
-        of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in layout.own_slices]
-    queue = StepQueue(link, own, Peers(layout, spaces, controls, links, of_callers), piece_bytes)
-    link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, not links
-    control_pages().leave_with(queue, layout.local_rank, controls)
-    hierarchy = Hierarchy(layout, own, queue, of_callers, link) if links else None
-    return _Connection(nodes, own, queue, hierarchy)
-
-
 def _without_memory() -> bytes:
     """The packed address of a rank that has no reservation: its node alone, if it can see that."""
     node = b""
@@ -289,18 +259,16 @@ def _is_told(_pid: int) -> Iterator[bool]:
 
 def _attach(
     own: SharedMemory, ranks: Sequence[int], addresses: Sequence[tuple[Address, int]]
-) -> tuple[list[mmap.mmap], list[ControlPage], str]:
-    """The reservations of those ranks that have one, their control pages, and why one cannot be reached."""
-    spaces: list[mmap.mmap] = []
-    controls: list[ControlPage] = []
+) -> tuple[list[ControlPage], str]:
+    """The control pages of those ranks that have one, in their reservations, and why one cannot be reached."""
+    pages: list[ControlPage] = []
     for rank, (address, position) in zip(ranks, addresses, strict=True):
         if address.nbytes:  # else that rank says why it has none
             try:
-                spaces.append(own.attach(address))
+                pages.append(ControlPage(own.attach(address), position))
             except (OSError, ValueError) as error:
-                return spaces, controls, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
-            controls.append(ControlPage(spaces[-1], position))
-    return spaces, controls, ""
+                return pages, f"it does not reach rank {rank}: {type(error).__name__}: {error}"
+    return pages, ""
 
 
 def _exchange(link: SharedLink, reason: str) -> list[str]:

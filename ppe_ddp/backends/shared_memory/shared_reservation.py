@@ -17,7 +17,6 @@ In a control page of each rank for each group the others see how far it has come
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import mmap
 import os
@@ -32,6 +31,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+
+from ppe_ddp.waiting import each_process
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,21 +50,13 @@ _LIFE_WORDS = 8  # a cache line of its own
 
 @dataclass(frozen=True)
 class Address:
-    """Where other processes of this node find a reservation.
+    """Where other processes of this node find a reservation."""
 
-    Attributes:
-        pid: Of its owner.
-        descriptor: Of its file, in the owner.
-        nbytes: The size of the file.
-        token: What it begins with.
-        node: The name of the node: on another one, the number means another process for certain.
-    """
-
-    pid: int
-    descriptor: int
-    nbytes: int
-    token: bytes
-    node: bytes
+    pid: int  # of its owner
+    descriptor: int  # of its file, in the owner
+    nbytes: int  # the size of the file
+    token: bytes  # what it begins with
+    node: bytes  # the name of the node: on another one, the number means another process for certain
 
     @property
     def path(self) -> str:
@@ -82,11 +75,7 @@ class Address:
 
 
 class SharedMemory:
-    """The reservation of this process, and those of its peers.
-
-    Raises:
-        OSError: The system has no such memory, or allows this process none.
-    """
+    """The reservation of this process, and those of its peers; OSError where the system allows it none."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -103,11 +92,7 @@ class SharedMemory:
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros in the reservation; its memory goes back to the system with its last view.
-
-        Raises:
-            MemoryError: The reservation is full.
-        """
+        """A 1-D tensor of zeros in the reservation, given back with its last view; MemoryError where that is full."""
         nbytes = _whole_pages(numel * dtype.itemsize)
         start = self._take(nbytes)
         memory = memoryview(self._map)[start : start + nbytes]
@@ -128,15 +113,13 @@ class SharedMemory:
         return torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=self.position(tensor))
 
     def attach(self, address: Address) -> mmap.mmap:
-        """Map the reservation of a process of this node.
-
-        Raises:
-            OSError: It is not on this node, or out of reach.
-        """
+        """Map the reservation of a process of this node; OSError where it is on another, or out of reach."""
         with self._lock:
             known = self._map if address == self.address else self._peers.get(address)
             if known is None:
-                known = self._peers[address] = _opened(address)
+                if address.node != node_name():
+                    raise OSError(f"process {address.pid} is on another node")
+                known = self._peers[address] = open_memory_file(address.path, address.nbytes, address.token)
             return known
 
     def has_ended(self, address: Address) -> bool:
@@ -176,42 +159,29 @@ def reservation_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES"), _ADDRESS_SPACE // ranks // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+@each_process
 def shared_memory() -> SharedMemory:
-    """The reservation of this process.
-
-    Raises:
-        OSError: The system has none, or allows this process none (not Linux, a limit on address space).
-    """
-    return _made(os.getpid())
-
-
-@functools.cache
-def _made(_pid: int) -> SharedMemory:
+    """The reservation of this process; OSError where there can be none (not Linux, a limit on address space)."""
     return SharedMemory()
 
 
 class ControlPage:
     """The page of one rank for one group; made before that rank can know that this one has all it needs, and leave.
 
-    Args:
+    Attributes:
         space: The reservation of that rank.
         position: Where the page begins in it.
-
-    Attributes:
-        position: The same.
-        words: What the rank shows, as int64; zeros at first. Only that rank writes there.
     """
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
-        self.position = position
-        self.words = page[_LIFE_WORDS:]
+        self.space, self.position = space, position
+        self.words = page[_LIFE_WORDS:]  # what the rank shows, as int64; zeros at first. Only that rank writes there
         self._life = page[:1]
         self._first_seen = self._life[0]
 
     @property
     def is_left(self) -> bool:
-        """Whether its rank has left the group."""
         return bool(self._life[0] != self._first_seen)
 
     def leave(self) -> None:
@@ -224,11 +194,7 @@ class ControlPage:
 
 
 class ControlPages:
-    """The control pages of this process.
-
-    Args:
-        memory: The reservation that they lie in.
-    """
+    """The control pages of this process, in its reservation ``memory``."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -238,11 +204,7 @@ class ControlPages:
         self._left: list[tuple[int, Sequence[ControlPage]]] = []
 
     def take(self) -> int:
-        """The position of a page for a group that is being made.
-
-        Raises:
-            MemoryError: The reservation is full.
-        """
+        """The position of a page for a group that is being made; MemoryError where the reservation is full."""
         with self._lock:
             for place, (position, pages) in enumerate(self._left):
                 if all([page.is_left for page in pages]):
@@ -256,13 +218,7 @@ class ControlPages:
         self._left.append((position, ()))
 
     def leave_with(self, user: object, own: int, pages: Sequence[ControlPage]) -> None:
-        """Leave a group as soon as ``user`` is no more.
-
-        Args:
-            user: What looks at the pages.
-            own: Which of the pages is this rank's.
-            pages: Of all ranks of this node.
-        """
+        """Leave a group as soon as ``user`` is no more."""
         weakref.finalize(user, self._leave, own, pages).atexit = False
 
     def _leave(self, own: int, pages: Sequence[ControlPage]) -> None:
@@ -271,25 +227,16 @@ class ControlPages:
             self._left.append((pages[own].position, pages))
 
 
+@each_process
 def control_pages() -> ControlPages:
-    """Those of this process.
-
-    Raises:
-        OSError: It has no reservation.
-    """
-    return _pages_of(os.getpid())
-
-
-@functools.cache
-def _pages_of(_pid: int) -> ControlPages:
+    """The control pages of this process; raises OSError where it has no reservation."""
     return ControlPages(shared_memory())
 
 
 def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
     """A file of ``nbytes`` zeros, which take memory only as they are touched: its descriptor, and a map of it.
 
-    Raises:
-        OSError: The system has no such memory, or allows this process none.
+    Raises OSError where the system has no such memory, or allows this process none.
     """
     try:
         descriptor = os.memfd_create("ppe_ddp")
@@ -305,17 +252,7 @@ def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool = True) -> mmap.mmap:
-    """Map the file of another process.
-
-    Args:
-        path: What :func:`path_of` gives.
-        nbytes: Its size.
-        token: What it begins with.
-        is_writable: Whether this process may write there.
-
-    Raises:
-        OSError: It is out of reach, or another file.
-    """
+    """Map the file of another process; OSError where it is out of reach, or another file."""
     access = os.O_RDWR if is_writable else os.O_RDONLY
     descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -336,11 +273,7 @@ def path_of(pid: int, descriptor: int) -> str:
 
 
 def node_name() -> bytes:
-    """What tells this machine from others, and its containers from one another: ``TOKEN_BYTES`` bytes.
-
-    Raises:
-        OSError: The system does not show it.
-    """
+    """What tells this machine from others, and its containers from one another; OSError where the system hides it."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         name = file.read() + socket.gethostname().encode()
     return hashlib.sha256(name).digest()[:TOKEN_BYTES]
@@ -353,12 +286,6 @@ def _mapped(descriptor: int, nbytes: int, *, is_writable: bool = True) -> mmap.m
 
 def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
-
-
-def _opened(address: Address) -> mmap.mmap:
-    if address.node != node_name():
-        raise OSError(f"process {address.pid} is on another node")
-    return open_memory_file(address.path, address.nbytes, address.token)
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -59,17 +59,11 @@ def describe_record(numel: int, code: int) -> str:
 
 
 class Region(NamedTuple):
-    """Where the tensor that one rank has published for a step lies.
+    """Where the tensor that one rank has published for a step lies."""
 
-    Attributes:
-        space: The rank's reservation.
-        position: Where in it, in bytes.
-        stride: From one row to the next, in elements.
-    """
-
-    space: mmap.mmap
-    position: int
-    stride: int
+    space: mmap.mmap  # the rank's reservation
+    position: int  # where in it, in bytes
+    stride: int  # from one row to the next, in elements
 
     def view(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
         """Some of its elements, 1-D."""
@@ -95,15 +89,7 @@ class Step(ABC):
 
     Args:
         local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM, AVG or MAX.
         is_shared: Whether ``local`` lies in shared memory.
-
-    Attributes:
-        shared: What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
-        code: The collective, its kind and dtype: the same on every rank.
-        title: The collective's name.
-        record: What this rank publishes: position, stride, size and code; None until it has published it.
-        records: What all ranks had published when it was last prepared.
     """
 
     name: int
@@ -111,11 +97,14 @@ class Step(ABC):
     def __init__(self, local: Tensor, kind: Any, *, is_shared: bool) -> None:
         self.local = local
         self.kind = kind
+        # What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
         self.shared = local if is_shared else None
+        # The collective, its kind and dtype: the same on every rank.
         self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
-        self.title = _NAMES[self.name]
+        self.title = _NAMES[self.name]  # the collective's name
+        # What this rank publishes: position, stride, size and code; None until it has published it.
         self.record: array[int] | None = None
-        self.records: list[list[int]] = []
+        self.records: list[list[int]] = []  # what all ranks had published when it was last prepared
         self._views: list[tuple[Tensor, ...]] = []
 
     @property
@@ -150,14 +139,12 @@ class AllReduceStep(Step):
     name = 0
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what the others sum."""
         local = self.local
         self.shared = memory[: local.nbytes].view(local.dtype)
         for part in self._parts_of_others(rank, size):
             self.shared[part].copy_(local[part])
 
     def finish(self, rank: int, size: int) -> None:
-        """Take what the others have summed."""
         if self.shared is not None and self.shared is not self.local:
             for part in self._parts_of_others(rank, size):
                 self.local[part].copy_(self.shared[part])
@@ -181,7 +168,6 @@ class AllReduceStep(Step):
             yield from columns(self.local[part], *others)
 
     def act(self, scratch: Scratch) -> None:
-        """Sum own slice over all ranks, and write it into the memory of all."""
         for own, *others in self._views:
             _reduce(own, own, others, self.kind, scratch)
             for other in others:
@@ -193,11 +179,9 @@ class RowsStep(Step):
 
     @property
     def stride(self) -> int:
-        """From one row of ``shared`` to the next, in elements."""
         return 0 if self.shared is None else self.shared.stride(0)
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Make room for all rows."""
         rows = self.local
         self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
 
@@ -208,8 +192,6 @@ class ReduceScatterStep(RowsStep):
     Args:
         result: Where that belongs: 1-D; it may be this rank's row of ``rows``.
         rows: (size x columns), each row contiguous.
-        kind: SUM, AVG or MAX.
-        is_shared: Whether ``rows`` lie in shared memory.
     """
 
     name = 1
@@ -219,7 +201,6 @@ class ReduceScatterStep(RowsStep):
         self._result = result
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy the rows of the others."""
         super().stage(memory, rank, size)
         assert self.shared is not None
         for part in (slice(0, rank), slice(rank + 1, size)):
@@ -235,7 +216,6 @@ class ReduceScatterStep(RowsStep):
         return columns(result, own, *others)
 
     def act(self, scratch: Scratch) -> None:
-        """Sum own row over all ranks."""
         for result, own, *others in self._views:
             _reduce(result, own, others, self.kind, scratch)
 
@@ -256,7 +236,6 @@ class AllGatherStep(Step):
         self._rows = rows
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy this rank's."""
         share = self.local
         self.shared = memory[: share.nbytes].view(share.dtype).copy_(share)
 
@@ -272,7 +251,6 @@ class AllGatherStep(Step):
                 yield row, share
 
     def act(self, scratch: Scratch) -> None:
-        """Read what the others have published."""
         for row, source in self._views:
             row.copy_(source)
 
@@ -299,15 +277,29 @@ def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
 
 def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Scratch) -> None:
     """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; halves in float32, rounded once."""
-    combine = torch.maximum if kind == _Kind.MAX else torch.add
-    divides = kind == _Kind.AVG
-    total = result
-    if result.dtype in _HALVES and (divides or len(others) > 1):
-        own = total = scratch.take(own.numel()).copy_(own)
-    for other in others:
-        combine(own, other, out=total)
-        own = total
-    if divides:
-        total.div_(len(others) + 1, rounding_mode=None if total.is_floating_point() else "trunc")
-    if total is not result:
+    is_wide = result.dtype in _HALVES and (kind == _Kind.AVG or len(others) > 1)
+    total = scratch.take(own.numel()) if is_wide else result
+    sum_up(total, own, others, kind)
+    divide(total, kind, len(others) + 1)
+    if is_wide:
         result.copy_(total)
+
+
+def sum_up(total: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
+    """Reduce ``own`` and ``others`` into ``total``, which may be wider, or ``own`` itself."""
+    combine = torch.maximum if kind == _Kind.MAX else torch.add
+    rest = iter(others)
+    if total.dtype is not own.dtype:
+        total.copy_(own)
+    elif (first := next(rest, None)) is not None:
+        combine(own, first, out=total)
+    elif total is not own:
+        total.copy_(own)
+    for other in rest:
+        combine(total, other, out=total)
+
+
+def divide(total: Tensor, kind: Any, size: int) -> None:
+    """Make a sum over so many ranks the mean, if ``kind`` is AVG."""
+    if kind == _Kind.AVG:
+        total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")

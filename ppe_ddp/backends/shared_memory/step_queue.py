@@ -33,7 +33,6 @@ from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterable, Sequence
 
     from torch import Tensor
@@ -74,16 +73,8 @@ class LaunchedStep:
     """One run of a step.
 
     Args:
-        step: The step.
         number: Counted on each group, from 1.
         tensors: What must not be freed before all ranks have done their part.
-
-    Attributes:
-        is_staged: Whether its tensor is to be copied into shared memory, and the result back.
-        error: What is wrong with it; empty while nothing is known.
-        crossing: What is under way between nodes.
-        crossed_at: Since when; 0 where nobody asks.
-        at_end: Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
     """
 
     __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
@@ -92,73 +83,51 @@ class LaunchedStep:
         self.step = step
         self.number = number
         self.tensors = tensors
+        # Whether its tensor is to be copied into shared memory, and the result back.
         self.is_staged = step.shared is None
-        self.error = ""
-        self.crossing: Crossing | None = None
-        self.crossed_at = 0
+        self.error = ""  # what is wrong with it; empty while nothing is known
+        self.crossing: Crossing | None = None  # what is under way between nodes
+        self.crossed_at = 0  # since when; 0 where nobody asks
+        # Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
         self.at_end: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
 class SharedLink:
-    """How the ranks of one group reach each other besides their shared memory.
+    """How the ranks of one group reach each other besides their shared memory."""
 
-    Attributes:
-        rank: This process in the group.
-        size: How many ranks the group has.
-        all_gather: Brings the bytes of every rank, as many from each, to all; every rank calls it together.
-        waits: How to wait for other ranks.
-        progress: Advances the group's collectives whenever this process calls any backend.
-        join: Joins this rank with those of its group that own a slice of this number on other nodes; all of these call
-            it together, for one slice after another. None where nodes cannot be joined.
-    """
-
-    rank: int
+    rank: int  # this process in the group
     size: int
+    # Brings the bytes of every rank, as many from each, to all; every rank calls it together.
     all_gather: Callable[[bytes], list[bytes]]
     waits: Waits
-    progress: ProgressEngine
-    join: Callable[[int, Sequence[int]], Wire] | None = None
-
-
-@dataclass(frozen=True)
-class Peers:
-    """The ranks of this node, and what joins it with the others.
-
-    Attributes:
-        layout: Which ranks those are.
-        spaces: Their reservations.
-        controls: Their control pages.
-        links: To the other nodes, one for each slice that this rank owns.
-        links_of_callers: Others, which end with these.
-    """
-
-    layout: NodeLayout
-    spaces: Sequence[mmap.mmap]
-    controls: Sequence[ControlPage]
-    links: Sequence[Wire]
-    links_of_callers: Sequence[Wire]
+    progress: ProgressEngine  # advances the group's collectives whenever this process calls any backend
+    # Joins this rank with those of its group that own a slice of this number on other nodes; all of these call it
+    # together, for one slice after another.
+    join: Callable[[int, Sequence[int]], Wire]
 
 
 class StepQueue:
     """Launches the steps of one group, and does this rank's part of each when all ranks have launched it.
 
-    Args:
-        link: The ranks of the group.
-        memory: The reservation of this process.
-        peers: The ranks of this node.
-        piece_bytes: No step brings more; the same on every rank.
+    No step brings more than ``piece_bytes``, the same on every rank.
     """
 
-    def __init__(self, link: SharedLink, memory: SharedMemory, peers: Peers, piece_bytes: int) -> None:
-        self._layout, self._links = peers.layout, peers.links
-        self._all_links = [*peers.links, *peers.links_of_callers]
-        self._rank, self._size = peers.layout.local_rank, len(peers.layout.local)
+    def __init__(
+        self, link: SharedLink, memory: SharedMemory, layout: NodeLayout, pages: Sequence[ControlPage], piece_bytes: int
+    ) -> None:
+        self._layout = layout
+        own = layout.own_slices if len(layout.nodes) > 1 else range(0)
+        self._links = [link.join(index, layout.owners(index)) for index in own]
+        # To the other nodes, one for each slice that this rank owns. The group's own collectives have others, which
+        # other ranks may begin at other moments.
+        self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
+        self._rank, self._size = layout.local_rank, len(layout.local)
         self._waits = link.waits
         self._progress = link.progress
         self._memory = memory
-        self._spaces = peers.spaces
-        self._controls = [page.words for page in peers.controls]
+        self._spaces = [page.space for page in pages]
+        self._controls = [page.words for page in pages]
         self._own = self._controls[self._rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
@@ -176,10 +145,7 @@ class StepQueue:
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
         """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
 
-        Every rank must call it with steps of the same sizes and dtypes.
-
-        Raises:
-            CommunicationError: The group was given up.
+        Every rank calls it with steps of the same sizes and dtypes. CommunicationError where the group was given up.
         """
         with self._progress.lock:
             launched = list(map(LaunchedStep, steps, count(self._launched + 1), repeat(tensors)))
@@ -204,11 +170,7 @@ class StepQueue:
         return work
 
     def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
-        """Whether no rank writes into the memory of some steps any more: they are complete, or were given up.
-
-        Raises:
-            CommunicationError: They have ended, but not well.
-        """
+        """Whether no rank writes into the memory of some steps any more; CommunicationError if they were given up."""
         if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
             return False
         for one in launched:
@@ -233,7 +195,6 @@ class StepQueue:
         return [rank for rank, page in zip(ranks, self._controls, strict=True) if page[word] < number]
 
     def is_closed_elsewhere(self) -> bool:
-        """Whether another rank takes no part any more."""
         return any(map(_closed, self._controls))
 
     def count_message(self) -> Callable[[], list[int]]:
@@ -244,29 +205,26 @@ class StepQueue:
     def drain(self, seconds: float) -> None:
         """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
 
-        Raises:
-            CommunicationError: That takes longer, or the group was given up.
+        Raises CommunicationError where that takes longer, or the group was given up.
         """
         last = self._launched
+
+        def is_over() -> bool:
+            return self._finished >= last or any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
+
         try:
-            self._waits.until(
-                lambda: self._finished >= last or self._is_left_behind(last), "destroy_process_group", seconds=seconds
-            )
+            self._waits.until(is_over, "destroy_process_group", seconds=seconds)
         finally:
             self._own[_LEFT] = 1
 
     @property
     def is_crossing(self) -> bool:
-        """Whether something is under way between nodes."""
         return bool(self._crossing)
 
     def close_links(self) -> None:
         """End the connections with other nodes; what is still under way there is given up."""
-        for link in self._all_links:
+        for link in (*self._links, *self.links_of_callers):
             link.give_up() if self._crossing else link.close()
-
-    def _is_left_behind(self, last: int) -> bool:
-        return any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
 
     def advance(self) -> bool:
         """Do what all have arrived for; whether nothing is left to do or to wait for."""
@@ -308,7 +266,7 @@ class StepQueue:
             self._crossing.clear()
             self._own[_CLOSED] = 1
             self._progress.fence()
-        for link in self._all_links:
+        for link in (*self._links, *self.links_of_callers):
             link.give_up()
 
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:

@@ -38,7 +38,9 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     RowsStep,
     Step,
     columns,
+    divide,
     pieces,
+    sum_up,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +69,6 @@ class WireMemory:
         self._lent: dict[int, Tensor] = {}
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """So many elements with arbitrary contents."""
         nbytes = numel * dtype.itemsize
         if not nbytes:
             return torch.empty(0, dtype=dtype)
@@ -81,48 +82,33 @@ class WireMemory:
         return memory[:nbytes].view(dtype)
 
     def give_back(self, wire: Tensor) -> None:
-        """Let it be used again: nothing is under way in it."""
         if wire.numel():
             self._free.append(self._lent.pop(wire.data_ptr()))
             del self._free[:-_MOST_FREE]
 
 
 class Sent(NamedTuple):
-    """What is under way between the nodes for one of this rank's slices.
+    """What is under way between the nodes for one of this rank's slices."""
 
-    Attributes:
-        views: Where the result belongs.
-        wires: Memory that is read or written meanwhile; the first is what will have come.
-        under_way: Tells when it is over.
-    """
-
-    views: tuple[Tensor, ...]
-    wires: tuple[Tensor, ...]
+    views: tuple[Tensor, ...]  # where the result belongs
+    wires: tuple[Tensor, ...]  # memory that is read or written meanwhile; the first is what will have come
     under_way: InFlight
 
 
 class Crossing(NamedTuple):
-    """One run of a step between nodes.
-
-    Attributes:
-        sent: What is under way.
-        own: What this rank has summed over its node for itself, if that is apart.
-    """
+    """One run of a step between nodes."""
 
     sent: list[Sent]
-    own: Tensor | None = None
+    own: Tensor | None = None  # what this rank has summed over its node for itself, if that is apart
 
     @property
     def nbytes(self) -> int:
-        """Of what is under way."""
         return sum(wire.nbytes for one in self.sent for wire in one.wires)
 
     def done(self) -> bool:
-        """Whether all has arrived; moves it."""
         return all([one.under_way.done() for one in self.sent])
 
     def give_back(self, memory: WireMemory) -> None:
-        """Let its memory be used again."""
         for wire in [wire for one in self.sent for wire in one.wires] + ([] if self.own is None else [self.own]):
             memory.give_back(wire)
 
@@ -145,13 +131,8 @@ class TwoLevelStep(Step):
 class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of several nodes, in place.
 
-    Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM, AVG or MAX.
-        layout: The nodes.
-        source: The number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
-            over the nodes.
-        is_shared: Whether ``local`` lies in shared memory.
+    ``source`` is the number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
+    over the nodes.
     """
 
     def __init__(
@@ -163,16 +144,15 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         self._size = sum(map(len, layout.nodes))
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum this rank's slices over the node, and begin to bring the sums to the other nodes."""
         sent = []
         has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
         for views, link in zip(self._views, links, strict=False):
-            own, *others = views
+            own = views[0]
             if not own.numel():  # on all nodes
                 continue
             wire = memory.take(own.numel(), WIRE.get(own.dtype, own.dtype))
             if has_some:
-                sum_up(wire, own, others, self.kind)
+                _sum_over_node(wire, views, self.kind)
             if self._source is not None:
                 under_way = link.broadcast(wire, self._source)
             else:
@@ -181,12 +161,9 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what has arrived into the memory of all ranks of the node."""
         for views, (wire,), _ in crossing.sent:
-            _divide(wire, self.kind, self._size)
-            for source, *targets in columns(wire, *views):
-                for target in targets:
-                    target.copy_(source)
+            divide(wire, self.kind, self._size)
+            _spread(wire, views)
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
@@ -211,9 +188,6 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
     Args:
         result: Where this rank's row belongs: 1-D; it may be this rank's row of ``rows``.
         rows: (size x columns), each row contiguous.
-        kind: SUM, AVG or MAX.
-        layout: The nodes.
-        is_shared: Whether ``rows`` lie in shared memory.
     """
 
     def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
@@ -222,17 +196,15 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         self._targets = [layout.targets(index) for index in layout.own_slices]
 
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy the rows of the others."""
         super().stage(memory, self._layout.rank, len(self.local))
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum own row and those of others over the node, and begin to send these."""
         if not self._views:
             return Crossing([])
         dtype = WIRE.get(self.local.dtype, self.local.dtype)
         width, views = self.local.shape[1], iter(self._views)
         own = memory.take(width, dtype)
-        sum_up(own, *_first(next(views)), self.kind)
+        _sum_over_node(own, next(views), self.kind)
         sent = []
         for count, (link, targets) in enumerate(zip(links, self._targets, strict=True)):
             owners = self._layout.owners(self._layout.own_slices[count])
@@ -240,13 +212,12 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
             receiving = [int(count == 0 and owner != self._layout.rank) for owner in owners]
             wire, come = memory.take(width * sum(sending), dtype), memory.take(width * sum(receiving), dtype)
             for part in wire.view(-1, width) if any(sending) else ():
-                sum_up(part, *_first(next(views)), self.kind)
+                _sum_over_node(part, next(views), self.kind)
             under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
             sent.append(Sent((), (come, wire), under_way))
         return Crossing(sent, own)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Add up what has come for this rank, in the order of nodes."""
         if crossing.own is None:
             return
         rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
@@ -254,7 +225,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         total, *others = rows
         for one in others:
             (torch.maximum if self.kind == _Kind.MAX else torch.add)(total, one, out=total)
-        _divide(total, self.kind, len(self.local))
+        divide(total, self.kind, len(self.local))
         self._result.copy_(total)
         crossing.give_back(memory)
 
@@ -288,12 +259,10 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         self._layout = layout
 
     def finish(self, rank: int, size: int) -> None:
-        """Take what all have written."""
         if self.shared is not None and self.shared is not self.local:
             self.local.copy_(self.shared)
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Write this rank's share, and begin to send it."""
         if not self._views:
             return Crossing([])
         layout, width = self._layout, self._share.numel()
@@ -310,7 +279,6 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
         return Crossing(sent)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what has come."""
         for index, (_, (come, _), _) in zip(self._layout.own_slices, crossing.sent, strict=False):
             targets = [one for one in self._layout.targets(index) if one not in (None, self._layout.rank)]
             for target, part in zip(targets, come.split(self._share.numel()) if targets else (), strict=True):
@@ -342,15 +310,7 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     It is for one run; memory between the two parts is the rank's own.
 
     Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        kind: SUM.
         ranges: Of each slice, where its elements begin and end; the same on every rank. What is in none stays.
-        layout: The nodes.
-        is_shared: Whether ``local`` lies in shared memory.
-
-    Attributes:
-        sums: Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
-        is_over_nodes: Whether they are what all ranks shall have.
     """
 
     name = 3
@@ -367,8 +327,9 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         super().__init__(local, kind, is_shared=is_shared)
         self._ranges = ranges
         self._own = layout.own_slices
+        # Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
         self.sums: list[Tensor] | None = None
-        self.is_over_nodes = False
+        self.is_over_nodes = False  # whether they are what all ranks shall have
 
     def done(self) -> bool:
         """Whether the caller has done its part: what is under way between the nodes."""
@@ -378,29 +339,24 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         """Nothing: the caller moves it."""
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Sum this rank's ranges over the node."""
         sums, views = [], iter(self._views)
         dtype = WIRE.get(self.local.dtype, self.local.dtype)
         for index in self._own:
             sizes = [stop - start for start, stop in self._ranges[index]]
             total = memory.take(sum(sizes), dtype)
             for part in total.split(sizes) if sizes else ():
-                own, *others = next(views)
-                sum_up(part, own, others, self.kind)
+                _sum_over_node(part, next(views), self.kind)
             sums.append(total)
         self.sums = sums
         return Crossing([Sent((), tuple(sums), self)])
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Write what the sums have become into the memory of all ranks of the node."""
         assert self.sums is not None
         views = iter(self._views)
         for index, total in zip(self._own, self.sums, strict=True):
             sizes = [stop - start for start, stop in self._ranges[index]]
             for part in total.split(sizes) if sizes else ():
-                for source, *targets in columns(part, *next(views)):
-                    for target in targets:
-                        target.copy_(source)
+                _spread(part, next(views))
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
@@ -460,22 +416,14 @@ def all_gather_steps(
             yield TwoLevelAllGatherStep(part, piece, layout, is_shared=is_shared)
 
 
-def _first(views: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return views[0], views[1:]
+def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
+    """Reduce ``views`` into ``wire``, which may be wider, as many elements at a time as stay in the cache."""
+    for total, own, *others in columns(wire, *views):
+        sum_up(total, own, others, kind)
 
 
-def _divide(total: Tensor, kind: Any, size: int) -> None:
-    if kind == _Kind.AVG:
-        total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")
-
-
-def sum_up(wire: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
-    """Reduce ``own`` and ``others`` into ``wire``, which may be wider."""
-    combine = torch.maximum if kind == _Kind.MAX else torch.add
-    for total, mine, *theirs in columns(wire, own, *others):
-        if theirs and total.dtype is mine.dtype:
-            combine(mine, theirs.pop(0), out=total)
-        else:
-            total.copy_(mine)
-        for one in theirs:
-            combine(total, one, out=total)
+def _spread(wire: Tensor, views: Sequence[Tensor]) -> None:
+    """Write ``wire`` into each of ``views``."""
+    for source, *targets in columns(wire, *views):
+        for target in targets:
+            target.copy_(source)

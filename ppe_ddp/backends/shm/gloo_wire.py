@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,6 +18,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import UNSENT_TAG, abort_of_gloo, source_of
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.waiting import each_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,19 +34,13 @@ _MOMENT = timedelta(milliseconds=1)
 
 
 class GlooCall:
-    """A collective by gloo.
-
-    Args:
-        work: gloo's; it keeps the tensors alive.
-        place: Whose, for errors.
-    """
+    """A collective by gloo."""
 
     def __init__(self, work: Work, place: str) -> None:
         self._work: Work | None = work
         self._place = place
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         work = self._work
         if work is None:
             return True
@@ -61,7 +54,6 @@ class GlooCall:
         return True
 
     def block(self) -> None:
-        """See :meth:`InFlight.block`."""
         work = self._work
         if work is not None:
             with suppress(RuntimeError):
@@ -93,13 +85,11 @@ class GlooMessage:
         self._ended.set()
 
     def done(self) -> bool:
-        """See :meth:`InFlight.done`."""
         if self._reason:
             raise CommunicationError(self._reason)
         return self._ended.is_set()
 
     def block(self) -> None:
-        """See :meth:`InFlight.block`."""
         self._ended.wait(_MOMENT.total_seconds())
 
 
@@ -109,7 +99,6 @@ class GlooWire:
     Args:
         groups: Groups of gloo of these ranks, the only references: the connections end with them. A group has two
             threads, each of which does one collective at a time; broadcasts of several roots go by several groups.
-        place: Whose, for errors.
     """
 
     dtypes = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
@@ -124,44 +113,36 @@ class GlooWire:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
         return all([_is_done(call) for call in self._begun])
 
     def all_reduce(self, flat: Tensor, kind: Any) -> GlooCall:
-        """See :meth:`Wire.all_reduce`."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(kind)
         return self._call(self._group().allreduce([flat], options))
 
     def broadcast(self, flat: Tensor, root: int) -> GlooCall:
-        """See :meth:`Wire.broadcast`."""
         options = dist.BroadcastOptions()
         options.rootRank = root
         return self._call(self._group(root).broadcast([as_bytes(flat)], options))
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> GlooCall:
-        """See :meth:`Wire.all_gather`."""
         whole = as_bytes(rows)
         parts = list(whole.view(self.size, -1)) if whole.numel() else [whole] * self.size
         return self._call(self._group().allgather([parts], [as_bytes(flat)]))
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> GlooCall:
-        """See :meth:`Wire.all_to_all`."""
         group, size = self._group(), flat.itemsize
         call = getattr(group, "alltoall_base", None) or group.all_to_all_single
         bytes_in, bytes_out = [count * size for count in receiving], [count * size for count in sending]
         return self._call(call(as_bytes(output), as_bytes(flat), bytes_in, bytes_out))
 
     def barrier(self) -> GlooCall:
-        """See :meth:`Wire.barrier`."""
         return self._call(self._group().barrier())
 
     def send(self, flat: Tensor, peer: int, tag: int) -> GlooMessage:
-        """See :meth:`Wire.send`."""
         return GlooMessage(self._group().send([flat], peer, tag))
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> GlooMessage:
-        """See :meth:`Wire.receive`."""
         group = self._group()
         work = group.recv_anysource([flat], tag) if peer is None else group.recv([flat], peer, tag)
         return GlooMessage(work)
@@ -204,7 +185,7 @@ def close_given_up(groups: list[ProcessGroup]) -> None:
     ending = groups.copy()
     groups.clear()
     if ending:
-        _closings(os.getpid()).start(ending)
+        _closings().start(ending)
 
 
 class _Closings:
@@ -231,9 +212,7 @@ class _Closings:
             thread.join(_AT_EXIT_SECONDS)
 
 
-@functools.cache
-def _closings(_pid: int) -> _Closings:
-    return _Closings()
+_closings = each_process(_Closings)
 
 
 def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, group_over
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, group_over
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import address_key, backend_for, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
@@ -31,17 +31,11 @@ if TYPE_CHECKING:
 _MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
 _SLICE_GROUPS = 2  # of gloo between nodes: what one node sends must not wait for what it receives
 
-__all__ = ["ShmOptions", "ShmProcessGroup", "make_group"]
-
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
     """Make a group; its ranks, and no others, must call it together.
 
     Where the user wants another backend for some devices (``"cpu:shm,cuda:nccl"``), it holds a group for each.
-
-    Args:
-        arguments: torch's ``_DistributedBackendOptions``.
-        options: None for the defaults.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout.
@@ -57,7 +51,6 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
     keys = WrittenKeys(arguments.store)
     turn = await_members(arguments, ranks, options, keys)
     own = ShmProcessGroup(arguments, options, keys.under(f"ppe_ddp/shm/{turn}"))
-    own.compare_collectives_if_asked(keys.under(f"ppe_ddp/calls/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -89,7 +82,7 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        self._wire = GlooWire([_over_gloo(_own_arguments(arguments), keys, _MORE_TIME)])
+        self._wire = GlooWire([_over_gloo(copied_arguments(arguments, keys.store), keys, _MORE_TIME)])
         self._connect(
             self._wire,
             HostMemory(rank, "shm"),
@@ -134,30 +127,24 @@ class ShmProcessGroup(PendingGroup):
 
 def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
     """Join this rank with those of other nodes that own the same slice."""
-    own = _own_arguments(arguments)
-    own.group_rank, own.group_size = ranks.index(rank), len(ranks)
     world = list(arguments.global_ranks_in_group)
-    own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
     groups = []
     for number in range(_SLICE_GROUPS):
+        part = keys.under(f"slice/{index}/{number}")
+        own = copied_arguments(arguments, part.store)
+        own.group_rank, own.group_size = ranks.index(rank), len(ranks)
+        own.global_ranks_in_group = [world[one] for one in ranks] if world else list(ranks)
         own.group_id = f"{arguments.group_id}/slice/{index}/{number}"
-        groups.append(_over_gloo(own, keys.under(f"slice/{index}/{number}")))
+        groups.append(_over_gloo(own, part))
     return GlooWire(groups, f"between nodes, of ranks {', '.join(map(str, ranks))}: ")
 
 
 def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedelta()) -> ProcessGroup:
-    """A group of gloo; ``keys`` are of this one alone. It connects in the group's own time, as a rank may die then."""
-    arguments.store = keys.store
+    """A group of gloo; ``keys``, of this one alone, are in the store of ``arguments``.
+
+    It connects in the group's own time, as a rank may die then; a call has ``more_time``.
+    """
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
     group = group_over("gloo", arguments)
-    if more_time:
-        backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
+    backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
     return group
-
-
-def _own_arguments(arguments: Any) -> Any:
-    """What to make gloo's part of the group with."""
-    own = type(arguments)()
-    for name in ("group_rank", "group_size", "group_id", "global_ranks_in_group", "timeout"):
-        setattr(own, name, getattr(arguments, name))
-    return own

@@ -115,13 +115,10 @@ def wait_for(parameter: nn.Parameter) -> None:
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are in flight.
+    """Gathers the units of some sharded models, and knows which of them are in flight. Threads may share it.
 
-    Threads may use it at the same time.
-
-    Args:
-        models: One for each group of ranks that shares parameters.
-        on_installed: Called with the number of a unit of the first model when its parameters have their new values.
+    There is a model for each group of ranks that shares parameters. ``on_installed`` is called with the number of a
+    unit of the first one when its parameters have their new values.
     """
 
     def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
@@ -159,11 +156,9 @@ class ParameterGather:
 
     @torch.no_grad()
     def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
-        """Gather units; every rank must call this for the same units.
+        """Gather units of the first model, in launch order, or all of all models; on every rank the same.
 
-        Args:
-            units: Of the first model, in launch order; None for all of all models.
-            overlap: Return at once; the first use of a parameter waits for it.
+        With ``overlap`` it returns at once, and the first use of a parameter waits for it.
         """
         self.finish()
         self._sent_in = self._connections
@@ -200,11 +195,9 @@ class ParameterGather:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether anything is waited for."""
         return bool(self._pending)
 
     def wait_for(self, parameter: nn.Parameter) -> None:
-        """Wait for the unit of ``parameter``."""
         self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
@@ -270,8 +263,7 @@ class ParameterGather:
     def fail(self, error: BaseException) -> PpeDdpError | None:
         """End the communication after an error in an optimizer's step: the other ranks wait for this one's shards.
 
-        Returns:
-            What to raise instead, if this is only what came here of a rank that has failed or is lost.
+        Returns what to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
         with self._lock:
             self._abandon()
@@ -317,7 +309,6 @@ class ParameterGather:
                 self._handles.append(part.register_forward_pre_hook(_WaitHook(self, units), prepend=True))
 
     def unwatch(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -29,32 +29,20 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatter:
-    """A reduce-scatter of flat tensors: each rank gets its part of the sum.
+    """A reduce-scatter of flat tensors on ``device``: each rank gets its part of the sum.
 
-    Args:
-        groups: The ranks.
-        pool: Memory for it.
-        from_pool: Whether what lies in the pool's memory goes faster than what lies elsewhere.
-        by_all_to_all: Whether to do it by an all-to-all and a local sum, which takes a second buffer as large as the
-            message until the result was waited for; else by the backend's own collective.
+    gloo's takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an all-to-all and a sum take
+    2.7 (on four ranks 11.6 and 5.5), and a second buffer as large as the message until the result was waited for. Over
+    mpi4py it is the other way around.
     """
 
-    def __init__(self, groups: Groups, pool: MemoryPool, *, from_pool: bool, by_all_to_all: bool) -> None:
+    def __init__(self, groups: Groups, pool: MemoryPool, device: torch.device) -> None:
         self._groups = groups
         self._pool = pool
         self._world_size = groups.world_size
-        self._by_all_to_all = by_all_to_all
-        self.from_pool = from_pool
-
-    @classmethod
-    def fastest(cls, groups: Groups, pool: MemoryPool, device: torch.device) -> ReduceScatter:
-        """The fastest reduce-scatter for tensors on ``device`` over the backend of ``groups``.
-
-        gloo's reduce-scatter takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an
-        all-to-all and a sum take 2.7 (on four ranks 11.6 and 5.5). Over mpi4py it is the other way around.
-        """
-        is_gloo = backends_of(groups.buckets).get(device.type) == "gloo"
-        return cls(groups, pool, from_pool=offers_memory(groups.buckets, device), by_all_to_all=is_gloo)
+        self._by_all_to_all = backends_of(groups.buckets).get(device.type) == "gloo"
+        # Whether what lies in the pool's memory goes faster than what lies elsewhere.
+        self.from_pool = offers_memory(groups.buckets, device)
 
     def memory_for_share(self, flat: Tensor) -> Tensor:
         """Memory for this rank's part of the sum of ``flat``, of its dtype; with arbitrary contents."""
@@ -83,11 +71,7 @@ class ReduceScatter:
         return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
 
     def finish(self, bucket: Bucket) -> Steps:
-        """Wait for the reduce-scatter of ``bucket``.
-
-        Raises:
-            CommunicationError: The transport failed.
-        """
+        """Wait for the reduce-scatter of ``bucket``; CommunicationError where the transport failed."""
         # Not a variable: a generator that nobody resumes would hold what is pending.
         if bucket.pending is None:
             return
@@ -153,11 +137,9 @@ class _Then:
         self._finish: Callable[[], None] | None = finish
 
     def is_completed(self) -> bool:
-        """Whether nothing is in flight any more."""
         return bool(self.work.is_completed())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
-        """Wait for it, and finish it."""
         self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -166,17 +148,10 @@ class _Then:
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
-    """All-gather the shares of all ranks into ``flat``, one after another; ``share`` may be this rank's part of it.
+    """All-gather the shares of all ranks into ``flat``, 1-D, in their order; ``share`` may be this rank's part of it.
 
-    Args:
-        flat: 1-D; changed in place.
-        share: 1-D, the same size on every rank.
-        group: The ranks.
-        pool: Where to copy ``share`` to first, if the group offers memory and that is where the pool has its own;
-            None where ``share`` lies there already.
-
-    Returns:
-        The Work; None where one rank is alone.
+    A share is copied to the ``pool`` first where the group offers memory; there is no pool where it lies there already.
+    Nothing is to be waited for where one rank is alone.
     """
     if dist.get_world_size(group) == 1:
         if share.data_ptr() != flat.data_ptr():

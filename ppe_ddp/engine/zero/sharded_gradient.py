@@ -10,7 +10,8 @@ with any other tensor: where it is gone from ``.grad`` the shard is void, and ``
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,32 +29,17 @@ if TYPE_CHECKING:
 _ATEN = torch.ops.aten
 
 
-class Weight(Protocol):
-    """The 1-D tensor that an optimizer updates: its ``grad`` is the shard of the average."""
-
-    grad: Tensor | None
-
-
-class _Unclaimed:
-    """Holds the shard's gradient as long as no optimizer has attached a weight."""
-
-    grad: Tensor | None = None
-
-
 class GradientShard:
     """The average of one shard, and this rank's gradients that were added since.
 
     It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
-
-    Attributes:
-        local: What this rank's backwards have added, whole and not averaged.
-        weight: Whose ``grad`` is the average.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.local: Tensor | None = None
-        self.weight: Weight = _Unclaimed()
+        self.local: Tensor | None = None  # what this rank's backwards have added, whole and not averaged
+        # Its ``grad`` is the average; the 1-D tensor that an optimizer updates, once one has attached it.
+        self.weight: Any = SimpleNamespace(grad=None)
 
     def attach(self, weight: Tensor) -> None:
         """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
@@ -64,7 +50,8 @@ class GradientShard:
     @property
     def value(self) -> Tensor | None:
         """This rank's shard of the average, 1-D; None if there is none."""
-        return self.weight.grad
+        value: Tensor | None = self.weight.grad
+        return value
 
     @value.setter
     def value(self, value: Tensor | None) -> None:
@@ -94,11 +81,9 @@ class GradientShard:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Both, as far as they exist."""
         return [part for part in (self.value, self.local) if part is not None]
 
     def update(self, change: Callable[[Tensor], object]) -> None:
-        """Apply ``change`` to both, as far as they exist."""
         for part in self.parts:
             change(part)
 
@@ -127,11 +112,7 @@ class ShardedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Apply ``func`` to the shard, where that is the same as applying it to the whole gradient."""
         first = args[0]
@@ -158,20 +139,16 @@ class ShardedGradient(Tensor):
 
 
 class GradientSlot:
-    """``.grad`` of one parameter, as far as it is sharded.
-
-    Attributes:
-        content: The average, and what was added since.
-        mark: What ``.grad`` is while there is an average.
-    """
+    """``.grad`` of one parameter, as far as it is sharded."""
 
     def __init__(self, shard: Shard) -> None:
         parameter = shard.parameter
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
         self._parameter = parameter
         self.name = shard.name
+        # The average, and what was added since.
         self.content = GradientShard(f"{where} of the gradient of {shard.name!r}")
-        self.mark = ShardedGradient(self.content, parameter)
+        self.mark = ShardedGradient(self.content, parameter)  # what ``.grad`` is while there is an average
 
     @property
     def exists(self) -> bool:

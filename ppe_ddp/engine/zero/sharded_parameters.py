@@ -77,7 +77,6 @@ class ShardedParameters(ShardedModel):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that share the parameters."""
         return self.groups.parent
 
     @staticmethod
@@ -95,11 +94,7 @@ class ShardedParameters(ShardedModel):
         self._index = self.indices_of(module_state)
 
     def indices_of(self, module_state: ModuleState) -> dict[int, int]:
-        """The index of the shards of each parameter that has some.
-
-        Raises:
-            ValueError: There is a trainable parameter that had no shard so far, or one that has become another.
-        """
+        """The index of the shards of each parameter; ValueError where a trainable one has none, or is another now."""
         known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
         found: dict[int, int] = {}
         for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
@@ -125,18 +120,16 @@ class ShardedParameters(ShardedModel):
         """A reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
-            transport = ReduceScatter.fastest(self.groups, self._pool, plan.device)
+            transport = ReduceScatter(self.groups, self._pool, plan.device)
             self._transports[plan.device] = transport
         specs = [context.specs[i] for i in plan.members]
         rows = Rows(specs, self.groups.rank, self.groups.world_size)
         return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
 
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
-        """Set the gradients of this rank's shards; add to those that were not cleared.
+        """Set the gradients of this rank's shards, or add to those that were not cleared.
 
-        Args:
-            indices: The parameters.
-            averages: Of each, the shard of its averaged gradient, 1-D and nobody else's; or all of it.
+        ``averages`` are the shards of the averages of these parameters, 1-D and nobody else's; or all of each.
         """
         self._may_release = True
         if isinstance(averages, AveragedShards) and self._take(indices, averages):
@@ -185,7 +178,6 @@ class ShardedParameters(ShardedModel):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether all gradients are averages."""
         return self._are_averaged() or all(gradient.is_synchronized for gradient in self._gradients)
 
     def attach(self, index: int, weight: Tensor) -> None:
@@ -193,11 +185,7 @@ class ShardedParameters(ShardedModel):
         self._contents[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
-        """The averages since ``.grad`` was cleared; None for a parameter that no rank used.
-
-        Raises:
-            RuntimeError: Some gradients were never averaged.
-        """
+        """The averages since ``.grad`` was cleared, or None; raises where some gradients were never averaged."""
         self._free_cleared()
         return [content.value for content in self._contents]
 
@@ -256,7 +244,6 @@ class ShardedParameters(ShardedModel):
         parameter.copy_(flat.as_strided(spec.shape, spec.stride))
 
     def write_in_place(self, indices: Sequence[int]) -> None:
-        """Note that these shards were written."""
         for index in indices:
             self._written[self._unit_of[index]].add(index)
 
@@ -280,7 +267,6 @@ class ShardedParameters(ShardedModel):
         return pending
 
     def abandon(self, unit: int | None = None) -> None:
-        """See :meth:`ShardedModel.abandon`."""
         if unit is not None:
             self._under_way.pop(unit, None)
             return
@@ -349,7 +335,6 @@ class ReduceScatterBucket(Bucket):
         self._row: Tensor | None = None
 
     def launch(self, *, is_last: bool) -> None:
-        """Copy the gradients into rows and start the reduce-scatter."""
         if self.plan.numel == 0:
             return
         rows = self._gradient_as_rows() if self.weight == 1.0 else None
@@ -394,7 +379,6 @@ class ReduceScatterBucket(Bucket):
         return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
     def finish(self) -> Steps:
-        """Wait for the result."""
         yield from self._transport.finish(self)
         self._message = None
 
@@ -406,6 +390,5 @@ class ReduceScatterBucket(Bucket):
         return AveragedShards(self._rows.parts(row))
 
     def release(self) -> None:
-        """Drop what belongs to one backward."""
         super().release()
         self._message = self._row = None

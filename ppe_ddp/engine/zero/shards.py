@@ -42,23 +42,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """The part of one parameter that this rank updates.
+    """The part of one parameter that this rank updates."""
 
-    Attributes:
-        parameter: Whole on every rank.
-        name: The parameter's name in the module.
-        start: First element, counted in the flattened parameter.
-        stop: One behind the last; equal to ``start`` where this rank owns nothing of it.
-    """
-
-    parameter: nn.Parameter
-    name: str
-    start: int
-    stop: int
+    parameter: nn.Parameter  # whole on every rank
+    name: str  # the parameter's name in the module
+    start: int  # first element, counted in the flattened parameter
+    stop: int  # one behind the last; equal to ``start`` where this rank owns nothing of it
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.stop - self.start
 
 
@@ -87,9 +79,7 @@ class Copies:
     def agreeing(self) -> Generator[None, None, None]:
         """Let all ranks that have a part of the model agree; what one of them raises inside is told to the others.
 
-        Raises:
-            PeerAbortedError: Another rank has raised, or has failed since the backward.
-            CommunicationError: A rank is lost.
+        Raises PeerAbortedError where another rank has raised, CommunicationError where one is lost.
         """
         try:
             yield
@@ -141,11 +131,7 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """The averaged gradients after a synchronized backward, one for each shard.
-
-        Returns:
-            1-D tensors of ``shard.numel`` elements, or None where there is none.
-        """
+        """The averages after a synchronized backward: for each shard a 1-D tensor of its elements, or None."""
 
     @abstractmethod
     def attach(self, index: int, weight: Tensor) -> None:
@@ -186,11 +172,7 @@ class ShardedModel(ABC):
         """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
 
     def abandon(self, unit: int | None = None) -> None:  # noqa: B027  # some keep nothing beside the parameters
-        """Forget what was written and what is being gathered: a rank has failed, and all will be written again.
-
-        Args:
-            unit: Forget only that this one is being gathered.
-        """
+        """Forget what was written, and what is being gathered, as a rank has failed; or that ``unit`` alone is."""
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
@@ -239,18 +221,12 @@ class Rows:
         numels = [spec.numel for spec in specs]
         self._world_size = world_size
         self._chunks = [chunk_of(numel, world_size) for numel in numels]
-        self.width = sum(self._chunks)
-        """The length of a row."""
+        self.width = sum(self._chunks)  # of a row
         self._offsets = [0, *accumulate(self._chunks)][:-1]
         own = [stop - start for start, stop in (bounds_of(numel, rank, world_size) for numel in numels)]
         self._short = [(k, size) for k, size in enumerate(own) if size != self._chunks[k]]
-        self.is_full = not self._short
-        """Whether no chunk of this rank is padded."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of all rows."""
-        return self.width * self._world_size
+        self.is_full = not self._short  # no chunk of this rank is padded
+        self.numel = self.width * world_size  # of all rows
 
     def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
         """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero.
