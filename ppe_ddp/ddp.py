@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +84,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         UnusableError: A launcher has started several ranks, and torch.distributed is not initialized.
     """
 
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)  # of those made before init_process_group()
+
     def __init__(
         self,
         module: nn.Module,
@@ -137,6 +140,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         self._synchronizes = True
         self._is_copy = self._is_apart = False
+        self._origin = "a new one" if dist.is_initialized() else f"wrapper {next(self._numbers)}"
         self._module_state = self._list_tensors()
         self._inputs = Inputs(module)
         self._options.check_device(self._inputs.device)
@@ -156,7 +160,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group come here together."""
-        groups = Groups.duplicate(self._group.group(), shared_memory=self._options.shared_memory, init_sync=synchronize)
+        parent, shares = self._group.group(), self._options.shared_memory
+        same = {"init_sync": synchronize, "the wrapper in its first forward": self._origin}
+        groups = Groups.duplicate(parent, shared_memory=shares, **same)
+        self._origin = f"a copy of wrapper {groups.number}"
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)
         policy = Policy(
@@ -194,7 +201,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         What the gradients of this rank stand for, and what its compressor remembers, go along.
         """
-        old = self._reducer
+        old, self._origin = self._reducer, "a new one"
         if old is not None:
             old.remove_hooks()
             old.enabled = False  # outputs of a forward before this may still call it

@@ -114,6 +114,33 @@ def test_what_one_rank_has_started_is_over_where_another_gives_the_step_up(is_fo
 
 
 @on_two_ranks
+def test_what_one_rank_has_started_is_over_where_it_hears_in_another_wrapper_that_the_step_has_failed():
+    first, second = (DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2))
+
+    def fail(_gradient):
+        raise ArithmeticError("this rank alone")
+
+    for number in range(30):  # which of the two wrappers' connections the ranks find closed first is chance
+        first.zero_grad()
+        second.zero_grad()
+        is_bad, x = number % 2 == 0, data(3, 4, rank=dist.get_rank(), step=number)
+        with (
+            pytest.raises(ArithmeticError if dist.get_rank() == 0 else PeerAbortedError)
+            if is_bad
+            else contextlib.nullcontext()
+        ):
+            if is_bad and dist.get_rank():
+                first.start_grad_sync()
+                second(x).sum().backward()
+                first.finish_grad_sync()
+            else:
+                outputs = [first(x), second(x)]
+                if is_bad:
+                    outputs[1].register_hook(fail)
+                sum(outputs).sum().backward()
+
+
+@on_two_ranks
 def test_what_has_its_averages_already_is_not_given_up():
     """Else the next step would be, and the ranks would be a step apart from then on."""
     rank = dist.get_rank()

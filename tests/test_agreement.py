@@ -1,5 +1,7 @@
 """What all ranks must have in common is compared, and an error on all of them says what one has otherwise."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +102,17 @@ def test_one_rank_wraps_otherwise(option):
     with pytest.raises(DisagreementError, match=text):
         DistributedDataParallel(seeded(mlp, 4, 2), **{option: dist.get_rank() != 1})
     square(DistributedDataParallel(seeded(mlp, 4, 2)))
+
+
+@on_two_ranks
+def test_copies_of_wrappers_come_to_their_first_forward_in_one_order():
+    copies = copy.deepcopy([DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2)])
+    order = copies if dist.get_rank() == 0 else copies[::-1]
+    text = "the wrapper in its first forward is not the same on all ranks: a copy of wrapper 1 on rank 0, a copy of"
+    with pytest.raises(DisagreementError, match=text):
+        order[0](torch.ones(3, 4))
+    for model in copies:
+        square(model)
 
 
 @on_three_ranks

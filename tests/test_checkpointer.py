@@ -334,6 +334,15 @@ def test_ranks_at_different_steps_save_nothing():
         shutil.rmtree(folder)
 
 
+def test_a_sparse_tensor_is_refused_by_name(tmp_path):
+    net = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    net(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"'optimizer.state.0.momentum_buffer' cannot be saved: it is a sparse"):
+        Checkpointer(tmp_path, {"net": net, "optimizer": optimizer}).save(1)
+
+
 @on_three_ranks
 def test_what_one_rank_cannot_save_is_an_error_of_all():
     folder = shared_folder()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from one_process import data, mlp, seeded
 from parallel_layers import Toy, reference_gradients, whole
-from ppe_ddp import PeerAbortedError
+from ppe_ddp import DisagreementError, PeerAbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -318,3 +318,34 @@ def test_where_no_layer_is_split_a_step_that_fails_on_one_rank_is_made_good_by_t
         everyone = [torch.empty_like(parameter) for _ in range(2)]
         dist.all_gather(everyone, parameter.detach())
         assert torch.equal(*everyone)
+
+
+@on_two_ranks
+def test_ranks_of_a_split_model_do_not_wait_for_inf_of_an_optimizer_that_is_left_out():
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    for parameter in module.parameters():
+        parameter.tensor_model_parallel = True
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups(data=alone, tensor=dist.group.WORLD))
+    inner = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in module]
+    optimizers = [optim.DistributedOptimizer(one, model) for one in inner]
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for step in range(6):  # a step that fails, one that tells of copies that may differ, and one that works
+        handle = inner[0].register_step_pre_hook(fail) if step % 3 == 1 and rank == 0 else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        model.zero_grad_buffer()
+        scaler.scale(model(data(2, 3, rank=rank, step=step)).sum()).backward()
+        with pytest.raises(DisagreementError) if step % 3 == 2 else nullcontext():
+            finalize_model_grads([model])
+        if step % 3 == 2:
+            continue
+        with pytest.raises((ArithmeticError, PeerAbortedError)) if step % 3 else nullcontext():
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        if handle is not None:
+            handle.remove()

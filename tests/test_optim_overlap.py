@@ -338,3 +338,30 @@ def test_after_a_failed_step_a_rank_without_a_backward_drops_what_it_waits_for()
     optimizer.synchronize()
     rows = start - torch.tensor([4.0, 4.0, 3.0, 3.0])[:, None]  # rank 1, whose rows are the last, has left a step out
     torch.testing.assert_close(module.weight.detach(), rows)
+
+
+@on_two_ranks
+def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_step_up():
+    model = DistributedDataParallel(seeded(mlp, 4, 2))
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = DistributedOptimizer(inner, model, overlap=True)
+    rank, seen = dist.get_rank(), []
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for step in range(4):
+        handle = inner.register_step_pre_hook(fail) if step == 1 and rank == 1 else None
+        optimizer.zero_grad()
+        try:
+            loss = model(X).sum()
+            if step == 2 and rank == 0:
+                model.abort_grad_sync("its loss has raised")
+                raise ArithmeticError
+            loss.backward()
+            optimizer.step()
+        except (ArithmeticError, PeerAbortedError) as error:
+            seen.append((step, getattr(error, "reason", "")))
+        if handle is not None:
+            handle.remove()
+    assert seen == ([(2, "")] if rank == 0 else [(1, ""), (2, "AbortedError: its loss has raised")])

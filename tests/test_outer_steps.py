@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
+from ppe_ddp.compression.outer_steps import OuterSteps
 from rank_tests import on_three_ranks, on_two_ranks
 from test_compression import Failing
 
@@ -403,6 +405,29 @@ def test_one_rank_alone_is_interrupted_in_an_outer_step_or_cannot_begin_it(metho
         for number in range(EVERY):
             step(10 * turn + EVERY + number)
         assert same_on_all_ranks(net), turn
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_an_interrupt_in_one_wrappers_outer_step_does_not_leave_out_that_of_another(method):
+    rank, nets = dist.get_rank(), [seeded(nn.Linear, 8, 4) for _ in range(2)]
+    wrappers = [DistributedDataParallel(net) for net in nets]
+    optimizer = torch.optim.SGD([parameter for net in nets for parameter in net.parameters()], lr=0.1)
+    for wrapper in wrappers:
+        method(wrapper, optimizer, every=EVERY)
+    for number in range(3 * EVERY):
+        optimizer.zero_grad()
+        x = data(4, 8, rank=rank, step=number)
+        sum(wrapper(x).square().mean() for wrapper in wrappers).backward()
+        with pytest.MonkeyPatch.context() as patches, suppress(KeyboardInterrupt):
+            if rank == 1 and number == EVERY - 1:
+                patches.setattr(OuterSteps, "_outcome", interrupt)
+            optimizer.step()
+    assert all(map(same_on_all_ranks, nets))
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
 
 
 def no_memory(_change):

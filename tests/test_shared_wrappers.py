@@ -292,6 +292,24 @@ def test_started_by_hand_and_ended_in_another_order(make):
             assert_same_on_all_ranks(model)
 
 
+@each_variant
+@on_two_ranks
+def test_what_one_rank_has_frozen_and_keeps_a_gradient_of_is_averaged_once(options):
+    rank = dist.get_rank()
+    wrappers = wrapped(tied_weights(2), **options)
+    tied, total = wrappers[0].module.tied, 0
+    for step in range(4):
+        is_frozen = step in (1, 2)
+        twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
+        twins[0].tied.requires_grad_()
+        for other in (1,) if is_frozen else (0, 1):
+            loss_of(twins, (0, 1), other, step).backward()
+        total = total + twins[0].tied.weight.grad / 2
+        tied.requires_grad_(rank == 1 or not is_frozen)
+        loss_of(wrappers, (0, 1) if rank else (1, 0), rank, step).backward()
+        torch.testing.assert_close(tied.weight.grad, total)
+
+
 @on_two_ranks
 def test_what_is_shared_is_sent_once():
     wrappers = wrapped(tied_weights(2))

@@ -272,11 +272,16 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _PlainSavePlanner(DefaultSavePlanner):
-    """Refuses what could not be loaded without executing it."""
+    """Refuses what could not be loaded without executing it, and sparse tensors, which torch does not save."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """The bytes of an entry that is no tensor."""
         if write_item.type != WriteItemType.BYTE_IO:
+            if object.layout is not torch.strided:
+                raise TypeError(
+                    f"{write_item.index.fqn!r} cannot be saved: it is a sparse tensor; as momentum of sparse gradients "
+                    "take torch.optim.SparseAdam, or nn.Embedding without sparse=True"
+                )
             return super().transform_object(write_item, object)
         try:
             return io.BytesIO(dump_plain(object))

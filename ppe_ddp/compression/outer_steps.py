@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -88,7 +89,7 @@ class OuterSteps:
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
         vars(optimizer)["outer_steps"] = outer_steps
-        tell_of_skipped_steps(optimizer, partial(_count_skipped, outer_steps))
+        tell_of_skipped_steps(optimizer, partial(_count_all, outer_steps))
 
     @property
     def module(self) -> nn.Module:
@@ -130,8 +131,10 @@ class OuterSteps:
         self._loaded.identities.clear()
 
     def _end_inner_step(self, optimizer: Optimizer) -> None:
+        if self._of_optimizer[:1] != [self]:
+            return  # the first counts for all
         try:
-            self.count()
+            _count_all(self._of_optimizer)
         except BaseException:
             take_scale(optimizer)
             raise
@@ -254,9 +257,11 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     return found
 
 
-def _count_skipped(outer_steps: Sequence[OuterSteps]) -> None:
-    for one in outer_steps:
-        one.count()
+def _count_all(outer_steps: Sequence[OuterSteps]) -> None:
+    """Count an inner step for each, also after an error: the other ranks go on to the next outer step."""
+    with ExitStack() as stack:
+        for one in reversed(outer_steps):
+            stack.callback(one.count)
 
 
 class LocalSGD(OuterSteps):

@@ -98,6 +98,7 @@ class SharedParameters:
         places: Where only one wrapper may communicate at a time, by name.
     """
 
+    _all: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
     _numbers: ClassVar[Iterator[int]] = itertools.count()
     _with_places: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
 
@@ -108,6 +109,8 @@ class SharedParameters:
         self.index: dict[int, int] = {}
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
+        self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._all.add(self)
         self._number = next(self._numbers)
         self._is_used = False
         self.places: frozenset[str] = frozenset()
@@ -134,6 +137,11 @@ class SharedParameters:
             else:
                 self._others.add(other)
                 other._others.add(self)
+        frozen = [parameter for parameter in module_state.parameters if not parameter.requires_grad]
+        for other in list(self._all) if frozen and not self._exclusive else ():
+            common = [parameter for parameter in frozen if id(parameter) in other.index]
+            if common and not (other is self or other._exclusive):
+                self._frozen[other] = other._frozen[self] = common
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
@@ -148,7 +156,10 @@ class SharedParameters:
         """This one has no parameters any more."""
         for other in self._others:
             other._others.discard(self)
+        for other in list(self._frozen):
+            other._frozen.pop(self, None)
         self._others.clear()
+        self._frozen.clear()
         self.index = {}
 
     def use(self) -> None:
@@ -170,6 +181,9 @@ class SharedParameters:
         """The turn of a synchronization that begins now; None where it shares nothing with another wrapper."""
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
+        # What is frozen on this rank alone takes turns on the others, and a gradient that it has kept is averaged here.
+        if self._frozen and any(one.grad is not None for common in list(self._frozen.values()) for one in common):
+            return Turn(self)
         self._is_used = False
         return None
 
@@ -185,7 +199,8 @@ class SharedParameters:
 
     def goes_apart_from(self, other: SharedParameters) -> bool:
         """Whether the two are never synchronized at the same time: they share a parameter, or a place."""
-        return other in self._others or (other is not self and not self.places.isdisjoint(other.places))
+        shares = other in self._others or other in self._frozen
+        return shares or (other is not self and not self.places.isdisjoint(other.places))
 
 
 class _State(enum.Enum):

@@ -185,7 +185,7 @@ def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
         DisagreementError: They do not.
     """
     for option in wanted[0]:
-        values = [one[option] for one in wanted]
+        values = [one.get(option) for one in wanted]
         if len(set(values)) > 1:
             each = ", ".join(f"{value} on rank {other}" for other, value in enumerate(values))
             raise DisagreementError(f"rank {rank}: {option} is not the same on all ranks: {each}")

@@ -39,7 +39,6 @@ from ppe_ddp.engine.failures import (
     EQUALLY_OFTEN,
     LOOK_SECONDS,
     START,
-    UPDATE,
     Failure,
     Failures,
     HookProgress,
@@ -158,13 +157,13 @@ class Groups:
         self.life, self.is_closed = life, life is not Life.OPEN
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, init_sync: bool = True) -> Groups:
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, **wanted: Any) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
 
         Args:
             parent: What the user named.
             shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
-            init_sync: Whether this rank goes on with collectives in them; the same on all.
+            **wanted: What else must be the same on all, by the name that an error gives it.
 
         Raises:
             DisagreementError: On every rank, if not all give the same.
@@ -188,7 +187,7 @@ class Groups:
         pool.calls += 1
         address = own_address()
         packed = None if address is None else address.packed()
-        wanted = {"shared_memory": shared_memory, "init_sync": init_sync}
+        wanted |= {"shared_memory": shared_memory}
         known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
         if is_first:
             store.set(f"ppe_ddp/parent/{turn}", "")
@@ -521,7 +520,7 @@ class Groups:
         Returns:
             What to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
-        if phase in (CLIP, UPDATE) and (user := self.user()) is not None:
+        if phase == CLIP and (user := self.user()) is not None:
             user.note_failure()
         if not self.is_duplicate or self.is_closed:
             return None

@@ -155,7 +155,7 @@ class PeerProcesses:
     ) -> None:
         self._rank = rank
         self._own = own
-        self._completed = (0, Activity.DONE)
+        self._completed = _progress(0, Activity.DONE, 0)
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
         self._gone: list[int] = []  # before this process could map their pages
         page = None if own is None else _page(os.getpid())
@@ -178,7 +178,7 @@ class PeerProcesses:
     def note(self, step: int, activity: Activity, bucket: int = 0) -> None:
         """Note what this rank does now."""
         if activity in (Activity.DONE, Activity.GATHERED):
-            self._completed = (step, activity)
+            self._completed = _progress(step, activity, bucket)
         self._write(step, activity, bucket, _RecordState.WORKS)
 
     def note_wait(self) -> None:
@@ -202,7 +202,7 @@ class PeerProcesses:
         return [
             rank
             for rank, (address, page) in self._pages.items()
-            if _position(page, address.record)[:2] < self._completed
+            if _progress(*_position(page, address.record)[:3]) < self._completed
             and _state(page, address.record) is not _RecordState.CLOSED
             and self.condition(rank)[0] is Condition.RUNNING
         ]
@@ -321,6 +321,11 @@ def own_address() -> ProcessAddress | None:
 def _position(page: mmap.mmap, record: int) -> Position:
     step, activity, bucket, state = _RECORD.unpack_from(page, _RECORDS + record * _RECORD.size)
     return Position(step, Activity(activity), bucket, state != _RecordState.WORKS)
+
+
+def _progress(step: int, activity: Activity, bucket: int) -> tuple[int, int, Activity]:
+    """How far that is, where ranks may gather or agree several times after one backward: ``bucket`` is which time."""
+    return step, bucket if activity >= Activity.GATHER else -1, activity
 
 
 def _state(page: mmap.mmap, record: int) -> _RecordState:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, T
 import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
-from ppe_ddp.engine.completion import Completion, SharedParameters, finish_and_conclude
+from ppe_ddp.engine.completion import Completion, SharedParameters, finish, finish_and_conclude
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
@@ -187,6 +187,7 @@ class Reducer(Generic[C]):
     def _begin_once(self) -> bool:
         """Begin the backward that runs on this thread; whether it had not begun."""
         with self._lock:
+            self._forget_failed()
             if self._backward is not None and self._running() is not None:
                 return False
             self._begin()
@@ -448,7 +449,12 @@ class Reducer(Generic[C]):
 
     def _forget_failed(self) -> None:
         """Another step begins, or this one is given up: nobody asks any more how what was started has ended."""
-        if self._started is not None and self._started.has_failed:
+        started = self._started
+        if started is None:
+            return
+        if not started.is_done and self.groups.has_failed:  # of which this rank has heard in another wrapper alone
+            finish([started])
+        if started.has_failed:
             self._started = None
 
     def finish(self, *, silent: bool = False) -> None:

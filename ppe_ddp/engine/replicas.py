@@ -39,6 +39,7 @@ from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
+from ppe_ddp.engine.zero.parameter_gather import wait_for
 from ppe_ddp.engine.zero.shards import flattened
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
@@ -331,8 +332,9 @@ class DriftCheck:
         digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_STEP_BYTES, "big")) + with_complement(digest)
         generation, self._generation = self._generation, self._groups.generation
-        # A distributed optimizer's step that has failed leaves parts of parameters behind, until the next one.
-        looks = takes_part and generation == self._generation
+        # A distributed optimizer's step that has failed leaves parts of parameters behind, until one that succeeds.
+        is_behind = generation != self._generation or any(gather.is_behind for gather in self._groups.gathers)
+        looks = takes_part and not is_behind
         self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if looks else 0
         pieces = self._pieces(self._step) if looks else []
         # On GPUs these are only launched: they are read in the next step.
@@ -396,12 +398,13 @@ class DriftCheck:
             raise error
 
 
-def _is_comparable(parameter: Tensor) -> bool:
+def _is_comparable(parameter: nn.Parameter) -> bool:
+    wait_for(parameter)  # one that is being gathered has another class until then, on each rank for another time
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
-def _sum(parameter: Tensor, spec: ParameterSpec, start: int, stop: int) -> Tensor:
+def _sum(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: int) -> Tensor:
     """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time where there are many."""
     if not _is_comparable(parameter):
         return torch.zeros((), dtype=torch.int64)

@@ -211,6 +211,11 @@ class CopiesOfParameters(Copies):
             if groups is not None:
                 self._parallel.all_reduce(groups, tensor, op)
 
+    def leave(self, error: BaseException) -> None:
+        """See :meth:`Copies.leave`."""
+        if self.is_split:
+            self._parallel.leave(error)
+
     def note_failed_update(self) -> None:
         """See :meth:`Copies.note_failed_update`."""
         if self.is_split:  # else the next step gathers what was left out
@@ -246,6 +251,7 @@ class _Kept:
 
     groups: Groups | None = None
     has_failed_update = False
+    clippings = 0  # since the backward
     is_finalized = False  # steps are counted by finalize_model_grads(), and clipping belongs to the step before it
 
     @classmethod
@@ -296,8 +302,9 @@ class ModelParallel:
         connected = [groups for groups in self._distinct if not groups.is_closed]
         if is_next:
             self._begin_step(connected)
-        for groups in connected:
-            groups.note(Activity.MASK if is_next else Activity.GATHER)
+        for kept in set(self._kept.values()):
+            kept.clippings = 0 if is_next else kept.clippings + 1
+        self._note(connected, Activity.MASK if is_next else Activity.GATHER)
         try:
             yield
         except BaseException as error:
@@ -307,9 +314,16 @@ class ModelParallel:
             raise instead from error
         finally:
             self._waits_in = self._agreed = None
-            for groups in self._distinct:  # who fails next lets the others complete this
-                if not groups.is_closed:
-                    groups.note(Activity.DONE if is_next else Activity.GATHERED)
+            opened = [groups for groups in self._distinct if not groups.is_closed]
+            self._note(
+                opened, Activity.DONE if is_next else Activity.GATHERED
+            )  # who fails next lets the others complete this
+
+    def _note(self, those: Sequence[Groups], activity: Activity) -> None:
+        for kept in self._kept.values():
+            if kept.groups in those:
+                assert kept.groups is not None
+                kept.groups.note(activity, kept.clippings)
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
         for groups in connected:
@@ -392,6 +406,11 @@ class ModelParallel:
                 Completion(renewing_all(closed), closed[0]).finish()
             finally:
                 self._begin_step([groups for groups in closed if not groups.is_closed])
+
+    def leave(self, error: BaseException) -> None:
+        """Tell those that may wait in a call to come, as for inf in the gradients of another optimizer."""
+        for groups in self._distinct:
+            groups.fail(relayed(error), UPDATE)
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""

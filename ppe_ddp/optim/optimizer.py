@@ -276,6 +276,8 @@ class DistributedOptimizer(Optimizer):
         peer_error = self._gather.fail(error) if is_awaited else None
         parent, has_told = self._model.groups.parent, is_awaited
         for other in set(self._everyone) - {self}:
+            if other._last_step != other._model.groups.step:
+                other._model.copies.leave(peer_error or error)
             # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
             has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
             is_left_out = has_gone_on and other._last_step != other._model.groups.step

@@ -228,6 +228,7 @@ class ParameterGather:
             if isinstance(failure, PeerAbortedError) and overlaps:
                 logger.warning("%s (Here the next step has begun.)", failure)
             elif failure is not None:
+                self._note_failure()
                 raise failure
 
     def _finish(self, key: Unit) -> None:
@@ -265,9 +266,16 @@ class ParameterGather:
 
         Returns what to raise instead, if this is only what came here of a rank that has failed or is lost.
         """
+        self._note_failure()
         with self._lock:
             self._abandon()
         return self._models[0].groups.fail(error, UPDATE)
+
+    def _note_failure(self) -> None:
+        """This step has failed: who raises is not to give up the next one (``abort_grad_sync()``)."""
+        for model in self._models:
+            if (user := model.groups.user()) is not None:
+                user.note_failure()
 
     def _abandon(self) -> None:
         """Let nobody wait for what a rank that has failed does not send: the next step gathers all units."""

@@ -93,6 +93,9 @@ class Copies:
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
 
+    def leave(self, error: BaseException) -> None:  # who shares all parameters is told where they are gathered
+        """An optimizer's step has ended by ``error`` here, and others are left out: nothing more is agreed on."""
+
     def note_failed_update(self) -> None:  # who shares all parameters is told where they are gathered
         """An optimizer's step has failed here: ranks that have copies of the same parameters have to hear of it."""
 
