@@ -1,5 +1,6 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from ppe_ddp import (
     weigh,
 )
 from ppe_ddp.compression import Int8, Uncompressed
+from ppe_ddp.waiting import progress_engine
 from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 from weighing import CLOSE, EXACT, hold_optimizer, hold_random_model, hold_training, weighted_mean
@@ -208,6 +210,31 @@ def test_a_first_step_that_fails_does_not_count(set_to_none):
     wrapper.zero_grad(set_to_none)
     weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
     assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
+
+
+@on_two_ranks
+def test_a_step_that_all_ranks_drop_does_not_count_where_its_buckets_were_sent_in_backward():
+    module = seeded(nn.Linear, 128, 128, bias=False)
+    wrapper, rank = DistributedDataParallel(module, check_for_nan_in_grad="skip"), dist.get_rank()
+
+    def await_mask(_):
+        assert progress_engine(os.getpid()).wait_until(wrapper._reducer._backward.exchange.done, seconds=60)
+
+    def loss(model, other):
+        return model(data(4, 128, rank=other)).pow(2).mean()
+
+    tables = []
+    for other, count in enumerate([3, 5]):
+        loss(module, other).backward()
+        tables.append((count, gradients(module)))
+        module.zero_grad()
+    for counts, factor in (([1000, 2000], [1, torch.nan]), ([3, 5], [1, 1])):
+        output = wrapper(data(4, 128, rank=rank))
+        output.register_hook(await_mask)
+        weigh(output.pow(2).mean() * factor[rank], counts[rank]).backward()
+        if counts[0] > 3:
+            assert module.weight.grad is None
+    assert_gradients(module, weighted_mean(tables))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

@@ -175,7 +175,7 @@ class Reducer(Generic[C]):
                 return
         else:
             if Weights.are_used() and self._arrivals.reached():
-                self.synchronizer.weights.note()
+                self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
                 self._recorded = weakref.ref(end)
@@ -216,7 +216,7 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
-                self.synchronizer.weights.note(index)
+                self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
                 return
             backward = self._backward
@@ -297,7 +297,7 @@ class Reducer(Generic[C]):
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
             if accumulates:
-                self.synchronizer.weights.note(arrived)
+                self.synchronizer.weights.note(arrived, is_synchronized=True)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise
@@ -338,6 +338,7 @@ class Reducer(Generic[C]):
         if backward.met is not None:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
+            self.synchronizer.weights.remember()
             if not self.synchronizer.tells_later:
                 raise backward.met
             return
@@ -370,7 +371,10 @@ class Reducer(Generic[C]):
                 yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
-            yield from self._finish_failed(backward, error)
+            try:
+                yield from self._finish_failed(backward, error)
+            finally:
+                self.synchronizer.weights.remember()
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
