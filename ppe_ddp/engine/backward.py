@@ -6,6 +6,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ppe_ddp.errors import PpeDdpError
 
 logger = logging.getLogger("ppe_ddp")
+
+_IS_CLOSED = attrgetter("is_closed")
 
 
 class Phase(enum.Enum):
@@ -279,7 +282,7 @@ class Synchronizer(ABC):
     @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
-        return any(groups.is_closed for groups in self.groups)
+        return any(map(_IS_CLOSED, self.groups))
 
     @property
     def is_renewing(self) -> bool:

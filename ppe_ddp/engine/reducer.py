@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import SyncHook
-    from ppe_ddp.engine.completion import Steps, Turn
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.record import Recorder, Trace
@@ -81,7 +81,7 @@ class Reducer(Generic[C]):
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
-        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad)
+        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad, turns=lambda: synchronizer.turns)
         """Which other wrappers have some of the parameters."""
         self._overlap = overlap
         self._wrapper = wrapper
@@ -108,7 +108,7 @@ class Reducer(Generic[C]):
         self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
-        self.shared.take_turns(self.synchronizer.turns)
+        self.shared.take_turns()
 
     @contextmanager
     def looking_at_module(self) -> Generator[None, None, None]:
@@ -180,7 +180,8 @@ class Reducer(Generic[C]):
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
                 self._recorded = weakref.ref(end)
                 at_end_of_backward(end)
-        for other in self._everyone():  # an error before it comes to their outputs has to end those, too
+        for other in self._everyone() if len(self._all) > 1 else ():
+            # An error before it comes to their outputs has to end those, too.
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
 
@@ -309,11 +310,11 @@ class Reducer(Generic[C]):
         if not accumulates:
             return None
         self._forget_failed()
-        self.check()
+        self.groups.check()
         self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
-        backward = Backward(self._names, turn=self._turn(), is_empty=not reached)
+        backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self.synchronizer.finish_gathers()
@@ -328,11 +329,6 @@ class Reducer(Generic[C]):
                 self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
-
-    def _turn(self) -> Turn | None:
-        if self.shared.places:  # a function may have shown that it does not block
-            self.shared.take_turns(self.synchronizer.turns)
-        return self.shared.turn()
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward.met is not None:
@@ -434,9 +430,10 @@ class Reducer(Generic[C]):
                 raise UnusableError(
                     f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
                 )
-            self.check()
+            self.groups.check()
+            turn = self.shared.turn()
             self.synchronizer.begin_step()
-            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self._turn())
+            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
             started = self._completion(backward)
             if backward.turn is None:
                 started.advance()
