@@ -298,10 +298,8 @@ class UserGradHooks:
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
-        if max(map(len, self._just_tables), default=0) < 2:  # ours alone
-            self.exist = bool(self._optimized)
-            return
-        for i, parameter, table in self._tables:
+        has_others = max(map(len, self._just_tables), default=0) > 1  # than ours
+        for i, parameter, table in self._tables if has_others else ():
             if len(table) < 2:
                 continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator
 from functools import partial
-from itertools import compress, repeat
-from operator import attrgetter, is_not
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.memory import Allocator
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
-
-# Called by functions in C, in half the time of a loop, for each gradient of each backward.
-_EXISTS, _GRAD = partial(is_not, None), attrgetter("grad")
-_SET_GRAD: Callable[[Tensor, Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
-_IS_SPARSE: Callable[[Any], bool] = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 
 
 class Gradients:
@@ -62,11 +56,10 @@ class Gradients:
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
         mask = bytearray(reached)
-        grads = [*map(_GRAD, self._parameters)]
+        grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
         self.shared, self.stays_in_place = [], False
-        if any(map(_EXISTS, grads)):
-            present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-            held = [(i, local) for i, grad in present if (local := local_of(grad)) is not None]
+        if grads:
+            held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
             if self._distributed is not None:
                 held = [(i, local_tensor(gradient)) for i, gradient in held]
             self._find_shared_memory(held)
@@ -87,25 +80,25 @@ class Gradients:
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
-        parameters = [*map(self._parameters.__getitem__, indices)]
-        taken: list[Tensor | None] = [*map(_GRAD, parameters)]
+        parameters = self._parameters
+        taken = [parameters[i].grad for i in indices]
         if self._distributed is not None:
             taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
         if ShardedGradient in set(map(type, taken)):
-            taken = [*map(take_local, parameters)]
+            taken = [take_local(parameters[i]) for i in indices]
         else:
-            deque(map(_SET_GRAD, parameters, repeat(None)), maxlen=0)
+            for i in indices:
+                parameters[i].grad = None
         if self._streams is not None:
             self._streams.wait_for_gradients(taken)
-        if self.shared or any(map(_IS_SPARSE, filter(_EXISTS, taken))):
-            taken = [g if g is None else self._own(i, g) for i, g in zip(indices, taken, strict=True)]
+        for k, gradient in enumerate(taken):
+            if gradient is None:
+                continue
+            if gradient.is_sparse and not self._specs[indices[k]].sparse:
+                taken[k] = gradient.to_dense()
+            elif indices[k] in self.shared:  # averages may differ, and each needs a place of its own
+                taken[k] = gradient.clone()
         return taken
-
-    def _own(self, index: int, gradient: Tensor) -> Tensor:
-        """The gradient that was taken of parameter ``index``, with the layout and the memory of its average."""
-        if gradient.is_sparse and not self._specs[index].sparse:
-            return gradient.to_dense()
-        return gradient.clone() if index in self.shared else gradient  # averages may differ
 
     def take_present(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """Those of :meth:`take` that are there, by parameter index."""
@@ -114,13 +107,11 @@ class Gradients:
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor]) -> None:
         """Set ``.grad`` to these averages; add them where there is a gradient already."""
-        parameters = [*map(self._parameters.__getitem__, indices)]
-        if self._distributed is not None:
-            gradients = [self._distributed.whole(i, gradient) for i, gradient in zip(indices, gradients, strict=True)]
-        if not any(map(_EXISTS, map(_GRAD, parameters))):  # as mostly
-            deque(map(_SET_GRAD, parameters, gradients), maxlen=0)
-            return
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameters = self._parameters
+        for i, gradient in zip(indices, gradients, strict=True):
+            if self._distributed is not None:
+                gradient = self._distributed.whole(i, gradient)
+            parameter = parameters[i]
             there = parameter.grad
             # Shards are those of an optimizer that another wrapper had: this one hands over all of it.
             if there is None or type(there) is ShardedGradient:
