@@ -212,29 +212,46 @@ def test_a_first_step_that_fails_does_not_count(set_to_none):
     assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
 
 
+@pytest.mark.parametrize("reason", ["NaN", "an error"])
 @on_two_ranks
-def test_a_step_that_all_ranks_drop_does_not_count_where_its_buckets_were_sent_in_backward():
-    module = seeded(nn.Linear, 128, 128, bias=False)
-    wrapper, rank = DistributedDataParallel(module, check_for_nan_in_grad="skip"), dist.get_rank()
-
-    def await_mask(_):
-        assert progress_engine(os.getpid()).wait_until(wrapper._reducer._backward.exchange.done, seconds=60)
-
-    def loss(model, other):
-        return model(data(4, 128, rank=other)).pow(2).mean()
+def test_a_step_that_all_ranks_drop_does_not_count_where_its_buckets_were_sent_in_backward(reason):
+    module, rank, fails = seeded(nn.Linear, 128, 128, bias=False), dist.get_rank(), [reason == "an error"]
 
     tables = []
     for other, count in enumerate([3, 5]):
-        loss(module, other).backward()
+        module(data(4, 128, rank=other)).pow(2).mean().backward()
         tables.append((count, gradients(module)))
         module.zero_grad()
-    for counts, factor in (([1000, 2000], [1, torch.nan]), ([3, 5], [1, 1])):
+
+    def mean(bucket, group):
+        if rank and fails.pop():
+            raise MemoryError
+        bucket.buffer().div_(2)
+        return dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+
+    options = {"reduce_function": mean} if fails[0] else {"check_for_nan_in_grad": "skip"}
+    wrapper = DistributedDataParallel(module, **options)
+
+    def backward(count, factor):
         output = wrapper(data(4, 128, rank=rank))
-        output.register_hook(await_mask)
-        weigh(output.pow(2).mean() * factor[rank], counts[rank]).backward()
-        if counts[0] > 3:
-            assert module.weight.grad is None
+        output.register_hook(lambda _: await_mask(wrapper))
+        weigh(output.pow(2).mean() * factor, count).backward()
+
+    if reason == "NaN":
+        backward(1000 + rank, torch.nan if rank else 1)
+        assert module.weight.grad is None
+    else:
+        with pytest.raises(MemoryError if rank else PeerAbortedError):
+            backward(1000 + rank, 1)
+    fails[:] = [False]
+    wrapper.zero_grad()
+    backward(3 + 2 * rank, 1)
     assert_gradients(module, weighted_mean(tables))
+
+
+def await_mask(wrapper):
+    exchange = wrapper._reducer._backward.exchange  # None in the step after a failure, until backward is over
+    assert exchange is None or progress_engine(os.getpid()).wait_until(exchange.done, seconds=60)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
