@@ -35,7 +35,6 @@ _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 _UNWEIGHTED_BYTES = b"\x00\xff"
 NBYTES = 4
 """Of what a rank says."""
-_FEW = 4096  # elements, which are looked at in no time
 _Versions = list[tuple[int, int]] | None
 
 
@@ -105,7 +104,7 @@ class Weights:
     """How much the gradients of one wrapper stand for that were not synchronized yet.
 
     Args:
-        is_nonzero: Tells whether this rank has anything but zeros of a gradient.
+        has_nonzero: Tells whether this rank has anything but zeros of some gradients.
 
     Attributes:
         parameters: Of the wrapper.
@@ -118,11 +117,11 @@ class Weights:
 
     _all: ClassVar[weakref.WeakSet[Weights]] = weakref.WeakSet()
 
-    def __init__(self, is_nonzero: Callable[[Any], bool]) -> None:
+    def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
         self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and what it found
         self.parameters: Sequence[_Parameter] = ()
-        self._is_nonzero = is_nonzero
+        self._has_nonzero = has_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: _Versions = []  # None where no comparison is needed
@@ -186,7 +185,7 @@ class Weights:
 
     def _look(self, task: int, but: int | None = None) -> None:
         gradients = self._gradients(but)
-        has_gradients = any(map(self._is_nonzero, gradients))
+        has_gradients = self._has_nonzero(gradients)
         self._before = task, has_gradients, None if has_gradients or not self.is_weighed else _versions(gradients)
 
     def _gradients(self, but: int | None = None) -> list[Any]:
@@ -198,9 +197,9 @@ class Weights:
         if not self.is_weighed:
             return
         gradients = self._gradients()
-        # If a small one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
-        small = next((one for one in gradients if one.numel() <= _FEW and one.device.type == "cpu"), None)
-        self._left = None if small is not None and self._is_nonzero(small) else _versions(gradients)
+        # If one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
+        is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
+        self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
 
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
@@ -208,7 +207,7 @@ class Weights:
 
     def are_zeros(self) -> bool:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
-        return (self._is_used or bool(_Weigh.unit)) and not any(map(self._is_nonzero, self._gradients()))
+        return (self._is_used or bool(_Weigh.unit)) and not self._has_nonzero(self._gradients())
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""

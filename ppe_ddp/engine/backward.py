@@ -10,7 +10,7 @@ from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.engine.gradients import is_nonzero
+from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.errors import AbortedError, PeerAbortedError
@@ -261,7 +261,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self.weights = Weights(is_nonzero)
+        self.weights = Weights(has_nonzero)
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
