@@ -20,6 +20,7 @@ from ppe_ddp import (
     weigh,
 )
 from ppe_ddp.compression import Int8, Uncompressed
+from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.waiting import progress_engine
 from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -441,6 +442,17 @@ def test_averaging_where_used_takes_no_message_more():
             loss_of(wrapper, dist.get_rank()).backward()
         found.append(sent.copy())
     assert len(found[0]) == len(found[1]) > 0
+
+
+def test_anything_but_zeros_is_found_wherever_it_is():
+    zeros = [torch.zeros(300, 40), torch.zeros(()), torch.zeros(0, 3), torch.zeros(3, 2).to_sparse(1), torch.zeros(9)]
+    assert not has_nonzero([])
+    assert not has_nonzero(zeros)
+    for k, shape in enumerate(one.shape for one in zeros):
+        if shape.numel():
+            other = torch.zeros(shape)
+            other.view(-1)[-1] = 1e-40
+            assert has_nonzero([*zeros[:k], other.to_sparse(1) if zeros[k].is_sparse else other, *zeros[k:]])
 
 
 def test_bits_of_the_ranks_that_have_used_a_parameter():
