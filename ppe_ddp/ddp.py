@@ -403,7 +403,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             synchronizer.use_reduction(compressing, self._packing())
         if self._hooks.buffers is not None:
             synchronizer.use_buffer_hook(self._hooks.buffers.finishing, self._hooks.buffers.title)
-        self._reducer.shared.take_turns(synchronizer.turns)
+        self._reducer.shared.take_turns()
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.

@@ -88,10 +88,10 @@ class RankTimes:
         """Take in what the ranks have said, one after another; rank 0 logs who has become slow, or is so no more."""
         self._rows.append(field)
         self._count += 1
-        if self._rank:
+        if self._rank or self._count % _JUDGED_EVERY:
             return
-        self._has_slow.append(_has_slow(field))
-        if (self._slow or sum(self._has_slow) >= _MOST) and self._count % _JUDGED_EVERY == 0:
+        self._has_slow.extend(map(_has_slow, list(self._rows)[-_JUDGED_EVERY:]))
+        if self._slow or sum(self._has_slow) >= _MOST:
             self._judge()
 
     def _judge(self) -> None:

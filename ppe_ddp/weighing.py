@@ -35,6 +35,7 @@ _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 _UNWEIGHTED_BYTES = b"\x00\xff"
 NBYTES = 4
 """Of what a rank says."""
+_Versions = list[tuple[int, int]] | None
 
 
 def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
@@ -103,29 +104,30 @@ class Weights:
     """How much the gradients of one wrapper stand for that were not synchronized yet.
 
     Args:
-        is_nonzero: Tells whether this rank has anything but zeros of a gradient.
+        has_nonzero: Tells whether this rank has anything but zeros of some gradients.
 
     Attributes:
         parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
+        is_nothing: Whether there are, and all are 0.
         synchronized: The sum of all ranks' counts in the last synchronization.
         is_refused: Whether each rank trains by itself, where a count has no meaning.
     """
 
     _all: ClassVar[weakref.WeakSet[Weights]] = weakref.WeakSet()
 
-    def __init__(self, is_nonzero: Callable[[Any], bool]) -> None:
+    def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
-        self._before: tuple[int, bool, list[tuple[int, int]]] = (-1, False, [])  # the graph task, and what it found
+        self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and what it found
         self.parameters: Sequence[_Parameter] = ()
-        self._is_nonzero = is_nonzero
+        self._has_nonzero = has_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._left: list[tuple[int, int]] | None = []  # None where no comparison is needed
+        self._left: _Versions = []  # None where no comparison is needed
         self._task = -1
         self._is_used = False
-        self.total, self.is_weighed, self.synchronized = 0.0, False, 0.0
+        self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
         self.is_refused = False
 
     @staticmethod
@@ -133,9 +135,14 @@ class Weights:
         """Whether any loss of this process has a weight now."""
         return bool(_Weigh.alive)
 
-    def note(self, arrived: int | None = None) -> None:
-        """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet."""
-        if not self.are_used() or self._task == (task := graph_task()):
+    def note(self, arrived: int | None = None, *, is_synchronized: bool) -> None:
+        """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet.
+
+        Args:
+            arrived: The parameter whose gradient has; None where none has.
+            is_synchronized: Whether at its end :meth:`settle` is called, or :meth:`remember` where that has failed.
+        """
+        if not _Weigh.alive or self._task == (task := graph_task()):
             return
         self._task = task
         behind = {}
@@ -151,10 +158,9 @@ class Weights:
                 "weigh() averages over the samples of all ranks, and LocalSGD or DiLoCo lets each rank train by "
                 "itself: call backward() on the loss itself"
             )
-        if self._before[0] == task:
-            _, has_gradients, versions = self._before
-        else:
-            has_gradients, versions = self._has_gradients(but=arrived), _versions(self._gradients())
+        if self._before[0] != task:
+            self._look(task, but=arrived)
+        _, has_gradients, versions = self._before
         if has_gradients and not self.is_weighed:
             raise UnusableError(
                 "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
@@ -163,9 +169,11 @@ class Weights:
         if not has_gradients and self._left != versions:
             self.settle()  # the user has dropped what was weighed before
         self._left = None
-        at_end_of_backward(self._remember)
+        if not is_synchronized:
+            at_end_of_backward(self.remember)
         self._counted.update(behind)
         self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
+        self.is_nothing = not self.total
 
     @classmethod
     def look_all(cls) -> None:
@@ -173,38 +181,33 @@ class Weights:
         task = graph_task()
         for weights in list(cls._all):
             if weights._before[0] != task:
-                gradients = weights._gradients()
-                has_gradients = any(map(weights._is_nonzero, gradients))
-                weights._before = task, has_gradients, _versions(gradients)
+                weights._look(task)
 
-    def _has_gradients(self, but: int | None = None) -> bool:
-        return any(map(self._is_nonzero, self._gradients(but)))
+    def _look(self, task: int, but: int | None = None) -> None:
+        gradients = self._gradients(but)
+        has_gradients = self._has_nonzero(gradients)
+        self._before = task, has_gradients, None if has_gradients or not self.is_weighed else _versions(gradients)
 
     def _gradients(self, but: int | None = None) -> list[Any]:
-        return [
-            gradient
-            for i, parameter in enumerate(self.parameters)
-            if (gradient := parameter.grad) is not None and i != but
-        ]
+        parameters = self.parameters if but is None else [p for i, p in enumerate(self.parameters) if i != but]
+        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
 
-    def _remember(self) -> None:
-        # If the first one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
-        first = next((gradient for one in self.parameters if (gradient := one.grad) is not None), None)
-        is_changed_by_zero = first is not None and first.device.type == "cpu" and self._is_nonzero(first)
-        self._left = None if is_changed_by_zero else _versions(self._gradients())
+    def remember(self) -> None:
+        """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet."""
+        if not self.is_weighed:
+            return
+        gradients = self._gradients()
+        # If one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
+        is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
+        self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
 
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
-        self.total, self.is_weighed = 0.0, False
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether all losses behind the gradients stand for nothing."""
-        return self.is_weighed and not self.total
+        self.total, self.is_weighed, self.is_nothing = 0.0, False, False
 
     def are_zeros(self) -> bool:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
-        return (self._is_used or bool(_Weigh.unit)) and not self._has_gradients()
+        return (self._is_used or bool(_Weigh.unit)) and not self._has_nonzero(self._gradients())
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""

@@ -1,5 +1,6 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -19,6 +20,8 @@ from ppe_ddp import (
     weigh,
 )
 from ppe_ddp.compression import Int8, Uncompressed
+from ppe_ddp.engine.gradients import has_nonzero
+from ppe_ddp.waiting import progress_engine
 from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 from weighing import CLOSE, EXACT, hold_optimizer, hold_random_model, hold_training, weighted_mean
@@ -210,6 +213,48 @@ def test_a_first_step_that_fails_does_not_count(set_to_none):
     assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
 
 
+@pytest.mark.parametrize("reason", ["NaN", "an error"])
+@on_two_ranks
+def test_a_step_that_all_ranks_drop_does_not_count_where_its_buckets_were_sent_in_backward(reason):
+    module, rank, fails = seeded(nn.Linear, 128, 128, bias=False), dist.get_rank(), [reason == "an error"]
+
+    tables = []
+    for other, count in enumerate([3, 5]):
+        module(data(4, 128, rank=other)).pow(2).mean().backward()
+        tables.append((count, gradients(module)))
+        module.zero_grad()
+
+    def mean(bucket, group):
+        if rank and fails.pop():
+            raise MemoryError
+        bucket.buffer().div_(2)
+        return dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+
+    options = {"reduce_function": mean} if fails[0] else {"check_for_nan_in_grad": "skip"}
+    wrapper = DistributedDataParallel(module, **options)
+
+    def backward(count, factor):
+        output = wrapper(data(4, 128, rank=rank))
+        output.register_hook(lambda _: await_mask(wrapper))
+        weigh(output.pow(2).mean() * factor, count).backward()
+
+    if reason == "NaN":
+        backward(1000 + rank, torch.nan if rank else 1)
+        assert module.weight.grad is None
+    else:
+        with pytest.raises(MemoryError if rank else PeerAbortedError):
+            backward(1000 + rank, 1)
+    fails[:] = [False]
+    wrapper.zero_grad()
+    backward(3 + 2 * rank, 1)
+    assert_gradients(module, weighted_mean(tables))
+
+
+def await_mask(wrapper):
+    exchange = wrapper._reducer._backward.exchange  # None in the step after a failure, until backward is over
+    assert exchange is None or progress_engine(os.getpid()).wait_until(exchange.done, seconds=60)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 @on_two_ranks
 def test_zeros_that_zero_grad_leaves_are_no_gradients(sharded):
@@ -397,6 +442,17 @@ def test_averaging_where_used_takes_no_message_more():
             loss_of(wrapper, dist.get_rank()).backward()
         found.append(sent.copy())
     assert len(found[0]) == len(found[1]) > 0
+
+
+def test_anything_but_zeros_is_found_wherever_it_is():
+    zeros = [torch.zeros(300, 40), torch.zeros(()), torch.zeros(0, 3), torch.zeros(3, 2).to_sparse(1), torch.zeros(9)]
+    assert not has_nonzero([])
+    assert not has_nonzero(zeros)
+    for k, shape in enumerate(one.shape for one in zeros):
+        if shape.numel():
+            other = torch.zeros(shape)
+            other.view(-1)[-1] = 1e-40
+            assert has_nonzero([*zeros[:k], other.to_sparse(1) if zeros[k].is_sparse else other, *zeros[k:]])
 
 
 def test_bits_of_the_ranks_that_have_used_a_parameter():

@@ -6,10 +6,11 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
-from ppe_ddp.engine.gradients import is_nonzero
+from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.errors import AbortedError, PeerAbortedError
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ppe_ddp.errors import PpeDdpError
 
 logger = logging.getLogger("ppe_ddp")
+
+_IS_CLOSED = attrgetter("is_closed")
 
 
 class Phase(enum.Enum):
@@ -258,7 +261,7 @@ class Synchronizer(ABC):
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
         self.knows_of_failure = False
-        self.weights = Weights(is_nonzero)
+        self.weights = Weights(has_nonzero)
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -279,7 +282,7 @@ class Synchronizer(ABC):
     @property
     def is_closed(self) -> bool:
         """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
-        return any(groups.is_closed for groups in self.groups)
+        return any(map(_IS_CLOSED, self.groups))
 
     @property
     def is_renewing(self) -> bool:

@@ -90,21 +90,21 @@ class SharedParameters:
     Args:
         groups: Where this one communicates.
         exclusive: Whether no other wrapper finds gradients where this one does.
+        turns: Names where only one wrapper may communicate at a time.
 
     Attributes:
         groups: The same.
         index: Of each parameter of this one, by its identity.
         end_callback: Returns None where no backward is running that has come through outputs of this one.
-        places: Where only one wrapper may communicate at a time, by name.
+        places: What ``turns`` has given last.
     """
 
     _all: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
     _numbers: ClassVar[Iterator[int]] = itertools.count()
     _with_places: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
 
-    def __init__(self, groups: Groups, *, exclusive: bool) -> None:
-        self.groups = groups
-        self._exclusive = exclusive
+    def __init__(self, groups: Groups, *, exclusive: bool, turns: Callable[[], frozenset[str]] = frozenset) -> None:
+        self.groups, self._exclusive, self._turns = groups, exclusive, turns
         self._lost = ""  # a parameter that another wrapper has taken over
         self.index: dict[int, int] = {}
         self.end_callback: Callable[[], object] = lambda: None
@@ -115,10 +115,10 @@ class SharedParameters:
         self._is_used = False
         self.places: frozenset[str] = frozenset()
 
-    def take_turns(self, places: frozenset[str]) -> None:
-        """Take turns with all that name one of the same ``places``: where only one may communicate at a time."""
-        self.places = places
-        if places:
+    def take_turns(self) -> None:
+        """Take turns with all that name one of the same places, where only one may communicate at a time."""
+        self.places = self._turns()
+        if self.places:
             self._with_places.add(self)
 
     def share(self, module_state: ModuleState, owners: Iterable[Owner]) -> None:
@@ -178,7 +178,15 @@ class SharedParameters:
         return any(other._is_used or other._number > self._number for other in others)
 
     def turn(self) -> Turn | None:
-        """The turn of a synchronization that begins now; None where it shares nothing with another wrapper."""
+        """The turn of a synchronization that begins now; None where it shares nothing with another wrapper.
+
+        Raises:
+            UnusableError: As :meth:`check`.
+        """
+        if self._lost:
+            self.check()
+        if self.places:  # a function may have shown that it does not block
+            self.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
         # What is frozen on this rank alone takes turns on the others, and a gradient that it has kept is averaged here.

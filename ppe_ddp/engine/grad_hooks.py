@@ -292,18 +292,14 @@ class UserGradHooks:
         self._optimized = [
             (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
         ]
-
-    @property
-    def exist(self) -> bool:
+        self.exist = bool(self._optimized)
         """Whether :meth:`run` has anything to call."""
-        return bool(self._hooked or self._optimized)
 
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
-        if max(map(len, self._just_tables), default=0) < 2:
-            return  # ours alone
-        for i, parameter, table in self._tables:
+        has_others = max(map(len, self._just_tables), default=0) > 1  # than ours
+        for i, parameter, table in self._tables if has_others else ():
             if len(table) < 2:
                 continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
@@ -312,6 +308,7 @@ class UserGradHooks:
             for key, hook in users:
                 if not isinstance(hook, _DeferredHook):
                     table[key] = _DeferredHook(hook)
+        self.exist = bool(self._hooked or self._optimized)
 
     def run(self, averaged: bytes, turn: Turn | None) -> None:
         """Call the hooks of the parameters in ``averaged`` (one byte a parameter).

@@ -285,6 +285,7 @@ class GradientStreams:
 
 NON_FINITE = 2
 """The bit of a rank's status in the vote."""
+_FEW = 1 << 12  # elements
 _LARGE_BYTES = 16 << 10  # from this mean size on, sums are faster than the fused norm
 _NAMED_RANKS = 4  # one exchange each
 _NAMED = 5  # parameters of each
@@ -389,10 +390,18 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def is_nonzero(gradient: Tensor) -> bool:
-    """Whether this rank has anything but zeros of ``gradient``, which may be sparse or sharded."""
-    parts = gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]
-    return any(bool(_values(part).count_nonzero()) for part in parts)
+def has_nonzero(gradients: Iterable[Tensor]) -> bool:
+    """Whether this rank has anything but zeros of ``gradients``, which may be sparse or sharded."""
+    large = []
+    for gradient in gradients:
+        for part in map(_values, gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]):
+            is_small = part.numel() <= _FEW
+            # To count a million takes as long as to count a hundred first rows, of which one mostly does.
+            if bool((part if is_small else local_tensor(part)[:1]).count_nonzero()):
+                return True
+            if not is_small:
+                large.append(part)
+    return any(bool(part.count_nonzero()) for part in large)
 
 
 def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:

@@ -49,7 +49,10 @@ _BASE = 255  # digits of a rank: 255 - digit is sent, so that the maximum is the
 
 
 def with_complement(digest: bytes) -> bytes:
-    """``digest``, and each of its bytes from 255: the maxima are still complements if all ranks have sent the same."""
+    """``digest``, and each of its bytes from 255: the maxima are still complements if all ranks have sent the same.
+
+    Else they are what no rank has sent.
+    """
     return digest + digest.translate(_COMPLEMENT)
 
 
@@ -149,17 +152,19 @@ class MaskExchange:
         fields: As many, in the same order and as long, on every rank that has this digest.
 
     Attributes:
+        fields: The argument.
         nbytes: Of the messages that were sent.
     """
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
         self._exchanger = exchanger
-        self._fields = fields
+        self.fields = fields
+        self._header = with_complement(digest)
         self._body = b"".join(fields.values())
         self._fits = _HEADER + len(self._body) <= exchanger.capacity
         self._is_body = False  # whether the message in flight is the body by itself
         message = bytearray(exchanger.capacity)
-        message[:_HEADER] = with_complement(digest)
+        message[:_HEADER] = self._header
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
         self._message, self._work = exchanger.send(message)
@@ -200,11 +205,11 @@ class MaskExchange:
         reply, start = self._message.numpy().tobytes(), 0
         if not self._is_body:
             self._exchanger.idle.append(self._message)
-            if not is_same(reply[:_HEADER]):
+            if reply[:_HEADER] != self._header:
                 return AgreedMask(False, {})
             start = _HEADER
         agreed = {}
-        for name, field in self._fields.items():
+        for name, field in self.fields.items():
             agreed[name] = reply[start : start + len(field)]
             start += len(field)
         return AgreedMask(True, agreed)
@@ -218,7 +223,7 @@ class MaskExchange:
             return False
         if self._work is not None:
             self._work.wait()  # if it has failed, what came of it is no digest
-        if not is_same(self._message.numpy()[:_HEADER].tobytes()):
+        if self._message.numpy()[:_HEADER].tobytes() != self._header:
             return False
         self._is_body = True
         self._message, self._work = self._exchanger.send(bytearray(self._body))

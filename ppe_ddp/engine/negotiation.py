@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import APART
-from ppe_ddp.engine.mask_exchange import MaskExchange, MaskExchanger, is_same, ranks_named, with_complement
+from ppe_ddp.engine.mask_exchange import DIGEST, MaskExchange, MaskExchanger, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Planner, fingerprint
@@ -204,6 +205,9 @@ class Negotiation:
         self._plugs: dict[str, tuple[str, ...]] = {}
         self._buffer_lines: list[str] = []
         self._count = 0
+        self._learned: tuple[object, ...] = ()  # what this rank has learned ...
+        self._learned_field = b""  # ... and its digest
+        self._before, self._after = bytes(groups.rank), bytes(groups.world_size - groups.rank - 1)  # a byte a rank
         self._generation = groups.generation
         self.node_masks: NodeMasks | None = None
         """Finds out on which node each gradient exists; None where that does not matter. The same on all ranks."""
@@ -309,22 +313,21 @@ class Negotiation:
         # Where all ranks are to have the same gradients, they are held to it: a transport that gets buckets of
         # different sizes may end the process.
         same = "" if is_vote or self._negotiate else local.hex()
-        digest = fingerprint([self._digest.hex(), same, self._place])
+        digest = blake2b(f"{self._place} {same}".encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
-        fields |= {"statuses": self._of_this_rank(bytes([status])), "writers": writers}
+        # What is told of each rank lies between zeros for the others: the maxima are what all have said.
+        before, after = self._before, self._after
+        fields |= {"statuses": before + bytes([status]) + after, "writers": writers}
         if is_vote:
-            fields |= {"users": self._of_this_rank(users), "times": self._of_this_rank(times), "parameters": parameters}
+            fields["users"] = len(users) * before + users + len(users) * after
+            fields["times"] = len(times) * before + times + len(times) * after
+            fields["parameters"] = parameters
         else:
-            fields |= {"weights": self._of_this_rank(weights), "learned": with_complement(self._learned())}
-            fields["apart"] = apart
+            fields["weights"] = len(weights) * before + weights + len(weights) * after
+            fields |= {"learned": self._digest_of_learned(), "apart": apart}
         return MaskExchange(self._exchanger, digest, fields)
-
-    def _of_this_rank(self, own: bytes) -> bytes:
-        """``own`` between zeros for the other ranks: the maxima are what the ranks have said, one after another."""
-        rank, size = self._groups.rank, self._groups.world_size
-        return bytes(len(own) * rank) + own + bytes(len(own) * (size - rank - 1))
 
     def _restart(self) -> None:
         """Start over with new connections: after a failure only some ranks may have learned something."""
@@ -332,11 +335,13 @@ class Negotiation:
         self._exchanger = MaskExchanger(self._groups)
         self._forget()
 
-    def _learned(self) -> bytes:
-        """A digest of what this rank has learned, on which plans and what is learned next depend."""
-        planner, packing = self.planner, self._packing
-        sizes = f"{packing.bucket_bytes} {packing.measured} {self._bucket_size.count}"
-        return fingerprint([planner.learned_digest, f"{self._count} {sizes}"])
+    def _digest_of_learned(self) -> bytes:
+        """Of what this rank has learned, on which plans and what is learned next depend; the same in most steps."""
+        packing, missed = self._packing, self._groups.step - self._count
+        learned = self.planner.learned_digest, missed, packing.bucket_bytes, packing.measured, self._bucket_size.count
+        if learned != self._learned:
+            self._learned, self._learned_field = learned, with_complement(fingerprint([repr(learned)]))
+        return self._learned_field
 
     def _forget(self) -> None:
         """Start over without what was learned, the order of arrival and the bucket size; all ranks do so together."""
@@ -355,7 +360,7 @@ class Negotiation:
         if not agreed.same:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
         fields, nodes = dict(agreed.fields), b""
-        if not is_same(fields.pop("learned", with_complement(b""))):
+        if fields.pop("learned", None) != exchange.fields.get("learned"):
             self._forget()  # one rank alone has listed its module anew, or loaded an order
         mask = fields.pop("present")
         if self.node_masks is not None:

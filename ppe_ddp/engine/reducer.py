@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ppe_ddp.contracts import SyncHook
-    from ppe_ddp.engine.completion import Steps, Turn
+    from ppe_ddp.engine.completion import Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.record import Recorder, Trace
@@ -81,7 +81,7 @@ class Reducer(Generic[C]):
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
-        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad)
+        self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad, turns=lambda: synchronizer.turns)
         """Which other wrappers have some of the parameters."""
         self._overlap = overlap
         self._wrapper = wrapper
@@ -108,7 +108,7 @@ class Reducer(Generic[C]):
         self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
-        self.shared.take_turns(self.synchronizer.turns)
+        self.shared.take_turns()
 
     @contextmanager
     def looking_at_module(self) -> Generator[None, None, None]:
@@ -175,12 +175,13 @@ class Reducer(Generic[C]):
                 return
         else:
             if Weights.are_used() and self._arrivals.reached():
-                self.synchronizer.weights.note()
+                self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
                 self._recorded = weakref.ref(end)
                 at_end_of_backward(end)
-        for other in self._everyone():  # an error before it comes to their outputs has to end those, too
+        for other in self._everyone() if len(self._all) > 1 else ():
+            # An error before it comes to their outputs has to end those, too.
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
 
@@ -217,7 +218,7 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
-                self.synchronizer.weights.note(index)
+                self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
                 return
             backward = self._backward
@@ -298,7 +299,7 @@ class Reducer(Generic[C]):
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
             if accumulates:
-                self.synchronizer.weights.note(arrived)
+                self.synchronizer.weights.note(arrived, is_synchronized=True)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise
@@ -310,11 +311,11 @@ class Reducer(Generic[C]):
         if not accumulates:
             return None
         self._forget_failed()
-        self.check()
+        self.groups.check()
         self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
-        backward = Backward(self._names, turn=self._turn(), is_empty=not reached)
+        backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
         self.synchronizer.finish_gathers()
@@ -330,15 +331,11 @@ class Reducer(Generic[C]):
         self._arrivals.start_recording(reached, without=backward.launch_triggers)
         return backward
 
-    def _turn(self) -> Turn | None:
-        if self.shared.places:  # a function may have shown that it does not block
-            self.shared.take_turns(self.synchronizer.turns)
-        return self.shared.turn()
-
     def _end_of_backward(self, backward: Backward) -> None:
         if backward.met is not None:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
+            self.synchronizer.weights.remember()
             if not self.synchronizer.tells_later:
                 raise backward.met
             return
@@ -371,7 +368,10 @@ class Reducer(Generic[C]):
                 yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:
-            yield from self._finish_failed(backward, error)
+            try:
+                yield from self._finish_failed(backward, error)
+            finally:
+                self.synchronizer.weights.remember()
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
@@ -431,9 +431,10 @@ class Reducer(Generic[C]):
                 raise UnusableError(
                     f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
                 )
-            self.check()
+            self.groups.check()
+            turn = self.shared.turn()
             self.synchronizer.begin_step()
-            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=self._turn())
+            self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
             started = self._completion(backward)
             if backward.turn is None:
                 started.advance()

@@ -40,7 +40,7 @@ from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.engine.zero.parameter_gather import wait_for
-from ppe_ddp.engine.zero.shards import flattened
+from ppe_ddp.engine.zero.shards import flattened, is_dense
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
 from ppe_ddp.torch_internals import (
@@ -54,7 +54,7 @@ from ppe_ddp.torch_internals import (
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -294,8 +294,8 @@ _STEPS = 100
 _LEAST_BYTES = 1 << 12  # in one step
 _STEP_BYTES = 4
 _CPU = torch.device("cpu")
-_FEW_BYTES = 1 << 12  # of one parameter: more are added up faster as larger integers
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ADDRESS = torch.Tensor.data_ptr
 
 
 class DriftCheck:
@@ -313,10 +313,11 @@ class DriftCheck:
         self._starts = [0, *accumulate(spec.nbytes for spec in self._specs)]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
-        self._known: dict[int, list[tuple[int, int, int]]] = {}
+        self._known: dict[int, tuple[list[nn.Parameter], list[int], list[Callable[[], Tensor]]]] = {}
         self._step, self._generation = 0, groups.generation
         self._sums: list[Tensor] = []
         self._sent: list[int] | None = None
+        self._field = b""
         self._equal = 0  # how many comparisons have found nothing since one did
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
@@ -327,7 +328,7 @@ class DriftCheck:
         Args:
             takes_part: Whether it has the same parameters as the others, which a rank that has joined has not.
         """
-        sums = [int(total) for total in self._sums]
+        sums = [*map(int, self._sums)]
         self._sent = sums if takes_part else None
         digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_STEP_BYTES, "big")) + with_complement(digest)
@@ -336,29 +337,41 @@ class DriftCheck:
         is_behind = generation != self._generation or any(gather.is_behind for gather in self._groups.gathers)
         looks = takes_part and not is_behind
         self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if looks else 0
-        pieces = self._pieces(self._step) if looks else []
-        # On GPUs these are only launched: they are read in the next step.
-        self._sums = [_sum(self._parameters[i], self._specs[i], start, stop) for i, start, stop in pieces]
-        return field if takes_part else bytes(len(field))
+        self._sums = self._add_up(self._step % self._parts) if looks else []
+        self._field = field if takes_part else bytes(len(field))
+        return self._field
+
+    def _add_up(self, part: int) -> list[Tensor]:
+        """The sums of the bits of each piece of one part. On GPUs they are only launched, and read in the next step."""
+        known = self._known.get(part)
+        # To ask for its address waits for a parameter that is being gathered.
+        if known is None or list(map(_ADDRESS, known[0])) != known[1]:
+            if known is not None:
+                self._known.clear()  # which keeps memory that parameters do not have any more
+            pieces = [(self._parameters[i], self._specs[i], start, stop) for i, start, stop in self._pieces(part)]
+            parameters = [parameter for parameter, *_ in pieces if _is_comparable(parameter)]
+            known = self._known[part] = parameters, [*map(_ADDRESS, parameters)], [_adding_up(*one) for one in pieces]
+        return [add_up() for add_up in known[2]]
 
     def _pieces(self, step: int) -> Sequence[tuple[int, int, int]]:
         """The part looked at in ``step``: parameters by index, each with its first and last element in memory."""
         part = step % self._parts
-        if part in self._known:
-            return self._known[part]
         begin, end = part * self._part, (part + 1) * self._part
-        pieces = self._known[part] = []
+        pieces = []
         i = bisect_right(self._starts, begin) - 1
         while i < len(self._parameters) and self._starts[i] < end:
-            start, stop, size = self._starts[i], self._starts[i + 1], self._specs[i].dtype.itemsize
-            if start < stop:
-                pieces.append((i, -(-max(begin - start, 0) // size), -(-(min(end, stop) - start) // size)))
+            size, numel = self._specs[i].dtype.itemsize, self._specs[i].numel
+            unit = max(1, 8 // size)  # elements that are added up as one integer
+            first, last = (min(-(-(at - self._starts[i]) // (size * unit)) * unit, numel) for at in (begin, end))
+            if max(first, 0) < last:
+                pieces.append((i, max(first, 0), last))
             i += 1
         return pieces
 
     def differs(self, field: bytes) -> bool:
         """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
-        found = is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
+        is_other = field != self._field
+        found = is_other and is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
         self._equal = 0 if found else self._equal + 1
         if self._equal > self._parts:
             self._reported.clear()  # all have been the same since
@@ -404,22 +417,17 @@ def _is_comparable(parameter: nn.Parameter) -> bool:
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
-def _sum(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: int) -> Tensor:
-    """The sum of these elements' bits, which every flipped bit changes: of 8 bytes at a time where there are many."""
+def _adding_up(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: int) -> Callable[[], Tensor]:
+    """Adds up these elements' bits, which every flipped bit changes: of 8 bytes at a time, which is quick."""
     if not _is_comparable(parameter):
-        return torch.zeros((), dtype=torch.int64)
-    flat, size, count = flattened(parameter, spec), spec.dtype.itemsize, stop - start
-    if count < spec.numel:
-        flat = flat[start:stop]
-    if size * count < _FEW_BYTES and size in _INTEGERS:
-        return flat.view(_INTEGERS[size]).sum()
-    together = max(1, 8 // size)
-    if flat.storage_offset() % together:
-        flat = flat.clone()
-    even = count - count % together
-    if even == count:
-        return flat.view(torch.int64).sum()
-    return flat[:even].view(torch.int64).sum() + flat[even:].view(_INTEGERS[size]).sum()
+        return torch.zeros((), dtype=torch.int64).sum
+
+    def integers() -> Tensor:
+        flat = flattened(parameter, spec)[start:stop]
+        has_whole = not (flat.nbytes % 8 or flat.storage_offset() * flat.element_size() % 8)
+        return flat.view(torch.int64 if has_whole else _INTEGERS[flat.element_size()])
+
+    return integers().sum if is_dense(parameter, spec) else lambda: integers().sum()
 
 
 def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[str, list[int]]:

@@ -506,7 +506,7 @@ class BucketSynchronizer(Synchronizer):
                 schedule.release()
             else:
                 schedule.hand_over(owner.hand_over, factors)
-        if not backward.silent:
+        if self.weights.is_weighed and not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()
         if self.sharded_parameters is not None:

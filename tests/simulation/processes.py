@@ -63,6 +63,9 @@ class _Own:
     def __iter__(self):
         return iter([one() for one in self.valuerefs()])
 
+    def __len__(self):
+        return sum(one() is not None for one in self._of[Scheduler.current.pid()])
+
 
 class Pages:
     """The pages of memory in which the ranks of a node see one another.
