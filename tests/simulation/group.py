@@ -153,7 +153,7 @@ def _finish(call, rank, output):
         parts = []
         for other in range(len(call.sent)):
             flat, sending = call.sent[other]
-            parts.append(flat.split(sending)[rank])
+            parts.append(flat.narrow(0, sum(sending[:rank]), sending[rank]))
         output.copy_(torch.cat(parts))
 
 
