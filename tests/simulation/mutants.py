@@ -7,7 +7,6 @@ import argparse
 import contextlib
 import functools
 import inspect
-import itertools
 import textwrap
 import time
 from dataclasses import dataclass
