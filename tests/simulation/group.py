@@ -68,6 +68,7 @@ class _Channel:
         self.calls = []
         self.begun = [0] * size  # how many each has begun
         self.ended = [0] * size  # how many have ended on each
+        self.members = {}  # the rank here of each rank of the job that has come
         self.closed = set()
         self.dead = set()
         self._delivering = set()  # ranks for which a delivery is under way
@@ -152,7 +153,7 @@ def _finish(call, rank, output):
         parts = []
         for other in range(len(call.sent)):
             flat, sending = call.sent[other]
-            parts.append(flat.split(sending)[rank])
+            parts.append(flat.narrow(0, sum(sending[:rank]), sending[rank]))
         output.copy_(torch.cat(parts))
 
 
@@ -167,7 +168,8 @@ class Network:
     def die(self, rank):
         """Close every connection of ``rank``, without a word."""
         for channel in self.channels.values():
-            channel.close(rank, dies=True)
+            if rank in channel.members:
+                channel.close(channel.members[rank], dies=True)
 
 
 class SimulatedWire:
@@ -181,6 +183,7 @@ class SimulatedWire:
         self.size, self._rank = arguments.group_size, arguments.group_rank
         name = f"{arguments.group_id} {keys.note('')}"
         self._channel = Network.current.channels.setdefault(name, _Channel(name, self.size))
+        self._channel.members[Scheduler.current.task.rank] = self._rank
         self._parts = []
 
     @classmethod

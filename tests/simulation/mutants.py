@@ -4,8 +4,9 @@ python -m tests.simulation.mutants --seeds 0:200
 """
 
 import argparse
+import contextlib
+import functools
 import inspect
-import itertools
 import textwrap
 import time
 from dataclasses import dataclass
@@ -330,6 +331,35 @@ MUTANTS = [
 ]
 
 
+def reaching(mutants, programs):
+    """By title, the ``programs`` in whose histories what a mutant changes is called: it changes no others."""
+    found, called = {mutant.title: [] for mutant in mutants}, set()
+
+    def noting(mutant):
+        raw = inspect.getattr_static(mutant.owner, mutant.method)
+        function = getattr(raw, "__func__", raw)  # of a static method
+
+        @functools.wraps(function)
+        def note(*arguments, **options):
+            called.add(mutant.title)
+            return function(*arguments, **options)
+
+        return note if function is raw else type(raw)(note)
+
+    def one_by_one():
+        for program in programs:
+            called.clear()
+            yield program
+            for title in called:
+                found[title].append(program)
+
+    with contextlib.ExitStack() as stack:
+        for mutant in mutants:
+            stack.enter_context(mock.patch.object(mutant.owner, mutant.method, noting(mutant)))
+        run(one_by_one(), stop_after=None)
+    return found
+
+
 def find(mutant, programs):
     """A failing program and what is wrong with it, for one of these; None and nothing where all are sound."""
     with mutant.planted():
@@ -348,13 +378,18 @@ def main():
     program_of = SplitProgram.of if arguments.split else Program.of
     prepare()
     wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
+    programs = reaching(wanted, map(program_of, range(first, last)))
     count = 0
     for mutant in wanted:
-        start = time.perf_counter()
-        program, text = find(mutant, itertools.chain(map(program_of, range(first, last)), found() if last else ()))
+        start, reached = time.perf_counter(), programs[mutant.title]
+        program, text = find(mutant, reached)
+        which = f"seed {program.seed}" if program is not None else "not found"
+        if program is None and last:
+            program, text = find(mutant, found())
+            which = "has failed once" if program is not None else which
         count += program is not None
-        which = "not found" if program is None else f"seed {program.seed}"
-        print(f"{mutant.title:55} {which:10} {time.perf_counter() - start:5.0f} s  {text[:90]!r}", flush=True)
+        seconds = time.perf_counter() - start
+        print(f"{mutant.title:58} {which:15} of {len(reached):4} in {seconds:4.0f} s  {text[:80]!r}", flush=True)
     print(f"{count} of {len(wanted)} found")
 
 

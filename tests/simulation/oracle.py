@@ -252,9 +252,10 @@ class Oracle:
         several = len(program.recipes) > 1
         is_clear = not (self.is_torn or any(word in place for word in SEVERAL))
         is_single = any(place.endswith(kind) for kind in _SINGLE)
+        gone_on = {rank for rank, result in there.items() if result.error is None}
         for rank, result in there.items():
             here, error = f"rank {rank}, {place}", result.error
-            self._check_error(here, rank, error, raising, is_fatal=is_fatal)
+            self._check_error(here, rank, error, raising, gone_on, is_fatal=is_fatal)
             own = self._of_wrapping(self.reference.local[rank], result.gradients)
             earlier = self._of_wrapping(before[rank], result.gradients)
             means = self._of_wrapping(expectation.means, result.gradients)
@@ -278,22 +279,21 @@ class Oracle:
             if is_clear and error is not None and not _are_same(result.residuals, self.residuals[rank]):
                 raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
 
-    def _check_error(self, here, rank, error, raising, *, is_fatal):
-        """Hold what a rank has been told of a failure to what has happened."""
+    def _check_error(self, here, rank, error, raising, gone_on, *, is_fatal):
+        """Hold what a rank has been told of a failure to what has happened; some ranks have ``gone_on``."""
         program, dead = self.program, self.run.scheduler.dead
         if is_fatal:
             named, raising = _named(error), raising | self.ahead  # of which one hears that has lost a dead rank
-            # With several wrappers a rank that looks for others in one of them does not answer in another.
-            # Known: nor does one that only waits answer a rank of another node.
-            is_loose = len(program.recipes) > 1 or len(set(program.nodes)) > 1 or "" in program.nodes
-            is_right = bool(named & (dead | raising)) if is_loose else named <= dead | raising
+            is_seen_in_part = len(set(program.nodes)) > 1 or "" in program.nodes
+            is_right = bool(named & (dead | raising))
+            if len(program.recipes) == 1:  # else a rank that looks for others in one wrapper does not answer in another
+                # Who has its averages and looks for nobody does not answer a rank of another node.
+                is_right &= named <= dead | raising | (gone_on if is_seen_in_part else set())
             # Who was told of it gives up other wrappers, or leaves: its own error says of whom it has heard.
             may_be_second = len(program.recipes) > 1 or "has left" in str(error)
             is_right |= may_be_second and any(self._names(one, dead | raising) for one in named)
             # Who dies between its word and its count is known to nobody.
             is_right |= "rank that came too late" in str(error)
-            # Known: who dies while a group is made anew is missed after the timeout alone.
-            is_right |= "did not make it" in str(error) or "group's timeout" in str(error)
             if not (error is None or rank in raising or is_right):
                 raise Unsound(f"{here}: names {named}, where {dead | raising} have failed: {error}")
         elif error is None:
@@ -318,11 +318,15 @@ class Oracle:
     def _check_death(self, fault):
         """Every rank that had to go on was told, or all was over."""
         for rank, steps in enumerate(self.run.results):
-            ended = [one for step in steps for one in step]
-            errors = [one.error for one in ended if isinstance(one.error, CommunicationError)]
-            is_told = bool(errors)
-            for error in errors:
-                self._check_error(f"rank {rank}", rank, error, set(), is_fatal=True)
+            is_told = False
+            for number, step in enumerate(steps):
+                gone_on = {
+                    other for other, own in enumerate(self.run.results) if own[number] and not own[number][-1].error
+                }
+                for one in step:
+                    if isinstance(one.error, CommunicationError):
+                        is_told = True
+                        self._check_error(f"rank {rank}", rank, one.error, set(), gone_on, is_fatal=True)
             if rank != fault.rank and not is_told and not steps[-1]:
                 raise Unsound(f"rank {rank} has neither ended nor been told that rank {fault.rank} is dead")
 

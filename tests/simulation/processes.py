@@ -1,6 +1,7 @@
 """What is per process in torch and in ppe_ddp, for each rank of a history: tables of groups, reducers, pages."""
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections import defaultdict
@@ -159,6 +160,7 @@ def simulated():
         try:
             yield
         finally:
+            gc.collect()  # generators that were abandoned end here: where Python ends, no thread starts for the store
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             c10d._world = world
 

@@ -301,8 +301,6 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
         return False  # the others may be one synchronization ahead
     if fault.where is Where.INTERRUPT and wrapping is Wrapping.OPTIMIZER:
         return False  # nor may these gather what it has updated
-    if shares and fault.where in (Where.HOOK, Where.BACKWARD, Where.EARLY):
-        return False  # known: a wrapper to which this backward has not come yet tells nobody
     if fault.where is Where.NAN and is_several:
         return False  # each drops the step by itself
     if wrapping is Wrapping.HOOK:

@@ -73,6 +73,7 @@ class Scheduler:
         self.failure = None
         self._worlds, self._use_world = worlds, use_world
         self._tasks = []
+        self._living = []  # those that are not over, and some that are
         self._deliveries = []  # (time, what is done then)
         self._threads = []
         self.task = None
@@ -117,6 +118,7 @@ class Scheduler:
         task = Task(rank, name)
         thread = threading.Thread(target=self._run, args=(task, run), name=f"simulated {name}", daemon=True)
         self._tasks.append(task)
+        self._living.append(task)
         self._threads.append(thread)
         thread.start()
         self.change()
@@ -234,18 +236,23 @@ class Scheduler:
 
     def _choose(self):
         """Who goes on: a task, or None where the history is over. Delivers messages on the way."""
+        changes, draw = self.changes, self.draw
         while not self.is_over:
             self.turns += 1
-            living = [task for task in self._tasks if not (task.is_over or task.is_dead)]
+            if any(task.is_over or task.is_dead for task in self._living):
+                self._living = [task for task in self._living if not (task.is_over or task.is_dead)]
+            living, now = self._living, self.now
             if not living:
                 return None
             if self.turns > _MOST_TURNS:
                 self._end("the ranks do not come to an end", living)
                 break
-            able = [task for task in living if self._is_able(task)]
-            due = [one for one in self._deliveries if one[0] <= self.now]
+            able = [
+                task for task in living if task.wake <= now and (task.until is None or task.seen != changes[task.rank])
+            ]
+            due = [one for one in self._deliveries if one[0] <= now]
             if able or due:
-                k = self.draw.randrange(len(able) + len(due))
+                k = draw.randrange(len(able) + len(due))
                 if k < len(able):
                     return able[k]
                 self._deliveries.remove(due[k - len(able)])
@@ -254,11 +261,6 @@ class Scheduler:
             else:
                 self._leap(living)
         return None
-
-    def _is_able(self, task):
-        if task.wake > self.now:
-            return False
-        return task.until is None or task.seen != self.changes[task.rank]
 
     def _leap(self, living):
         """Nothing can be done now: time goes on."""
