@@ -41,7 +41,7 @@ def test_slurm_goes_back_into_the_queue_before_its_time_is_over(dry, tmp_path):
 @pytest.mark.parametrize(
     ("version", "hosts", "called"),
     [
-        ("mpirun (Open MPI) 5.0.11", "A slots=2\nB slots=3\n", "--hostfile FILE -n 5 -x OMP_NUM_THREADS"),
+        ("mpirun (Open MPI) 5.0.11", "A slots=2\nB slots=3\n", "--hostfile FILE -n 5 -x PATH -x OMP_NUM_THREADS"),
         ("HYDRA build details:", "A:2\nB:3\n", "-f FILE -n 5 -genv OMP_NUM_THREADS 1"),
     ],
     ids=["Open MPI", "MPICH"],
