@@ -13,6 +13,7 @@ import inspect
 import ipaddress
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -316,23 +317,43 @@ def _describe(job: Job, note: str) -> str:
 #
 # torchrun's agent keeps its store while it starts ranks anew (``--max-restarts``), with all that they have written. A
 # rank that comes first then finds the addresses of the others' predecessors, and waits for them until its timeout: the
-# ranks of each start get names of their own.
+# ranks of each start get names of their own. Nothing that torchrun tells them is the same on all nodes and new with
+# each start: each agent counts its own. So rank 0 chooses a name, and each rank asks for it.
+
+_ASKED, _ANSWERED = "ppe_ddp/start/asked", "ppe_ddp/start/answered"
 
 
 def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The agent's store, under names that only this start of the ranks has; None where torch's will do.
 
-    On several nodes it is None: each agent counts its own starts, and nothing that ranks are told is the same on all
-    nodes and new with each start.
+    Where it is not None, all ranks call this together.
     """
-    start = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if start == "0" or not is_one_node:
+    if is_first and is_one_node:
         return None
     store = _tcp_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), place, timeout)
-    return PrefixStore(f"ppe_ddp/start_{start}", store)
+    return PrefixStore(f"ppe_ddp/start/{_name_of_start(store, place)}", store)
+
+
+def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
+    """What rank 0 calls this start. It answers the ranks of earlier starts, too, of whom nobody reads it."""
+    own = secrets.token_hex(16)
+    if place.rank > 0:
+        store.queue_push(_ASKED, f"for {own}")
+        name = store.get(f"{_ANSWERED}/{own}").decode()
+        store.queue_push(_ASKED, f"has {name}")
+        return name
+    told = 1
+    while told < place.world_size:
+        word, name = store.queue_pop(_ASKED).decode().split()
+        if word == "for":
+            store.set(f"{_ANSWERED}/{name}", own)
+        else:
+            told += name == own
+    return own
 
 
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:

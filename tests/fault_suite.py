@@ -164,9 +164,10 @@ class FaultOutcome:
         return found
 
     def described(self, case: FaultCase) -> str:
-        named = "named" if self.is_named(case) else "**not named alone**"
-        who = named if self.survivors(case) else f"ended by {case.launcher}"
-        return f"{self.slowest(case):.1f} s, {who}"
+        note = "" if self.is_named(case) else ", **not told which rank**"
+        if not self.survivors(case):
+            note = f", ended by {case.launcher}"
+        return f"{self.slowest(case):.1f} s{note}"
 
 
 def run(case: FaultCase) -> FaultOutcome:

@@ -75,6 +75,23 @@ def test_losses_of_several_items(count):
         assert_trained(net, trained_alone(6, accumulated=3, items=lambda i: items_of(i) if i < count else 0))
 
 
+@pytest.mark.parametrize("even", [True, False])
+@on_two_ranks
+def test_a_last_step_of_fewer_micro_batches(even):
+    with accelerator(gradient_accumulation_steps=3) as own:
+        net, alone = made(), made()
+        model, optimizer, loader = own.prepare(net, sgd(net), DataLoader(range(7), batch_size=1))
+        with nullcontext() if even else own.join_uneven_inputs([model], even_batches=False):
+            steps(own, model, optimizer, loader)
+    reference = sgd(alone)
+    for step in (range(6), [6, 0] if even else [6]):  # Accelerate repeats the first batch on the other rank
+        for index in step:
+            (alone.loss(index) / 6).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_trained(net, alone.state_dict())
+
+
 @on_two_ranks
 def test_synchronized_in_the_last_backward_of_several_forwards():
     with accelerator() as own:

@@ -36,7 +36,11 @@ PLUGS = {
         (None, allreduce_hook),
         "communication hook allreduce_hook .*rank 0 has .*fp16_compress_hook",
     ),
-    "a compressor": ((), (BF16(),), r"rank 1 is at a comparison.*|gradients averaged by compressor BF16\(\)"),
+    "a compressor": (
+        (),
+        (BF16(),),
+        r"rank 1 is at a comparison.*Register a compressor, or|gradients averaged by compressor BF16\(\)",
+    ),
     "another compressor": ((FP16(),), (BF16(),), r"compressor BF16\(\) where rank 0 has .*FP16\(\)"),
 }
 

@@ -41,7 +41,7 @@ def test_slurm_goes_back_into_the_queue_before_its_time_is_over(dry, tmp_path):
 @pytest.mark.parametrize(
     ("version", "hosts", "called"),
     [
-        ("mpirun (Open MPI) 5.0.11", "A slots=2\nB slots=3\n", "--hostfile FILE -n 5 -x OMP_NUM_THREADS"),
+        ("mpirun (Open MPI) 5.0.11", "A slots=2\nB slots=3\n", "--hostfile FILE -n 5 -x PATH -x OMP_NUM_THREADS"),
         ("HYDRA build details:", "A:2\nB:3\n", "-f FILE -n 5 -genv OMP_NUM_THREADS 1"),
     ],
     ids=["Open MPI", "MPICH"],
@@ -65,9 +65,10 @@ def test_mpirun_starts_ranks_that_find_one_another(dry):
 
 
 def test_torchrun_is_elastic(dry):
-    said = dry(CLUSTERS / "torchrun.sh", "train.py", stubs={"torchrun": SAYS}, environment={"HOST": "A"})
+    stub = {"torchrun": SAYS + 'echo "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE"\n'}
+    said = dry(CLUSTERS / "torchrun.sh", "train.py", stubs=stub, environment={"HOST": "A"})
     assert "--nnodes=1:4 --nproc-per-node=4 --max-restarts=3" in said
-    assert said.endswith("--rdzv-endpoint=A:29500 train.py\n")
+    assert said.endswith("--rdzv-endpoint=A:29500 train.py\n1\n")
 
 
 def test_skypilot(dry, tmp_path):

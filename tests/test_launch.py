@@ -7,6 +7,9 @@ import shutil
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -470,18 +473,29 @@ def test_ranks_meet_where_torch_serves_already(two_ranks):
 # --- ranks that torchrun has started again
 
 AGENT = TORCHRUN | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1"}
 PLACE = Rendezvous("torchrun", 0, 2, 0, "env://")
 
 
-def test_a_start_does_not_see_what_the_one_before_has_written():
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_start_does_not_see_what_the_one_before_has_written(nodes):
     agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    environment = AGENT | {"MASTER_PORT": str(agent.port)}
-    first, again, second = (
-        restarted_store(PLACE, None, environment | {"TORCHELASTIC_RESTART_COUNT": count}) for count in "112"
-    )
-    first.set("address", "of the first start")
-    assert again.get("address") == b"of the first start"
-    assert not second.check(["address"])
+    environment = AGENT | {"MASTER_PORT": str(agent.port), "LOCAL_WORLD_SIZE": str(2 // nodes)}
+
+    def start(rank, count):  # each agent of several counts the starts of its own ranks that have failed
+        given = environment | {"TORCHELASTIC_RESTART_COUNT": count if rank or nodes == 1 else "0"}
+        return restarted_store(replace(PLACE, rank=rank), timedelta(seconds=30), given)
+
+    with ThreadPoolExecutor() as ranks:
+        first = list(ranks.map(start, (0, 1), "11"))
+        first[0].set("address", "of the first start")
+        assert first[1].get("address") == b"of the first start"
+        with pytest.raises(dist.DistStoreError):  # a rank that is killed before rank 0 has come
+            restarted_store(replace(PLACE, rank=1), timedelta(seconds=0.1), {**environment, **RESTARTED})
+        second = list(ranks.map(start, (1, 0), "22"))
+    second[0].set("mine", "of the second start")
+    assert second[1].get("mine") == b"of the second start"
+    assert not any(store.check(["address"]) for store in second)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +503,6 @@ def test_a_start_does_not_see_what_the_one_before_has_written():
     [
         {},
         {"TORCHELASTIC_RESTART_COUNT": "0"},
-        {"TORCHELASTIC_RESTART_COUNT": "1", "LOCAL_WORLD_SIZE": "1"},
         {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"},
     ],
 )

@@ -115,14 +115,16 @@ def test_a_rank_without_a_loss_takes_the_averages_of_the_others(accumulated):
     assert_trained(module.net, alone.state_dict())
 
 
+@pytest.mark.parametrize("fewer", [1, 0])
 @on_two_ranks
-def test_one_rank_validates_longer_than_the_other():
+def test_one_rank_validates_longer_than_the_other(fewer):
     module, rank, seen = lightning_module(), dist.get_rank(), []
+    module.allow_zero_length_dataloader_with_multiple_devices = True
     module.validation_step = lambda batch, batch_idx: seen.append(module.net.loss(batch).item())
     with started_by_torchrun():
-        given = [DataLoader(indices(6), batch_size=None), DataLoader(indices(3 if rank else 1), batch_size=None)]
+        given = [DataLoader(indices(count), batch_size=None) for count in (6, 3 if rank else fewer)]
         trainer(val_check_interval=2, num_sanity_val_steps=0).fit(module, *given)
-    assert len(seen) == 3 * (3 if rank else 1)
+    assert len(seen) == 3 * (3 if rank else fewer)
     assert_trained(module.net, trained_alone(6))
 
 

@@ -52,6 +52,19 @@ def mixtral():
         return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
 
 
+def switch_transformers():
+    """A tiny one, whose experts are modules; without what is random or not linear in the batch."""
+    from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
+
+    sizes = {"vocab_size": 32, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_decoder_layers": 2}
+    sizes |= {"num_heads": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    experts = {"num_experts": 8, "expert_capacity": 64, "router_jitter_noise": 0.0}
+    plain = {"dropout_rate": 0.0, "router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0, "decoder_start_token_id": 0}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **experts, **plain))
+
+
 def trained(folder, count, *, model=None, data=None, collator=None, resume=None, counts_items=False, **options):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PretrainedConfig, TrainingArguments
@@ -133,30 +146,38 @@ def texts_and_padding(seen):
     return [{"input_ids": [2 + (7 * k + 3 * j) % 9 for j in range(1 + 5 * k % 6)]} for k in range(16)], padded
 
 
-@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+# A causal model's first label counts for nothing.
+@pytest.mark.parametrize(
+    ("make", "first", "strategy"),
+    [(mixtral, 1, "group_by_length"), (mixtral, 1, "batch_rebalance"), (switch_transformers, 0, "group_by_length")],
+    ids=["mixtral by length", "mixtral rebalanced", "switch by length"],
+)
 @on_two_ranks
-def test_experts_that_are_idle_on_a_rank(strategy, tmp_path):
+def test_experts_that_are_idle_on_a_rank(make, first, strategy, tmp_path):
     data, collator = texts_and_padding(seen := [])
     options = {"per_device_train_batch_size": 2, "train_sampling_strategy": strategy}
-    trainer = trained(tmp_path, 4, model=mixtral(), data=data, collator=collator, **options)
+    trainer = trained(tmp_path, 4, model=make(), data=data, collator=collator, **options)
     of_ranks = [None, None]
     dist.all_gather_object(of_ranks, seen)
-    optimizer = sgd(alone := mixtral())
-    experts = [layer.mlp.experts.down_proj for layer in alone.model.layers]
+    optimizer = sgd(alone := make())
+    experts = {name: parameter for name, parameter in alone.named_parameters() if ".experts." in name}
     idle = False
     for batches in zip(*of_ranks, strict=True):
         reached = []
-        items = [batch["labels"][:, 1:].ne(-100).sum().item() for batch in batches]
+        items = [batch["labels"][:, first:].ne(-100).sum().item() for batch in batches]
         for batch, count in zip(batches, items, strict=True):
             if count:  # or its mean is 0 / 0, on a rank as well
                 loss = alone(**batch).loss * count / sum(items)
-                reached.append([g.any((1, 2)) for g in torch.autograd.grad(loss, experts, retain_graph=True)])
+                gradients = torch.autograd.grad(loss, experts.values(), retain_graph=True, allow_unused=True)
+                reached.append([torch.zeros(0) if g is None else g.flatten(1).any(1) for g in gradients])
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         idle |= not all(torch.equal(*layer) for layer in zip(*reached, strict=True) if len(layer) == 2)
     assert idle
     torch.testing.assert_close(trainer.model.state_dict(), alone.state_dict(), rtol=1e-5, atol=1e-6)
+    # Mixtral has the experts of a layer in one parameter.
+    assert (set(experts) <= set(trainer.model_wrapped.trace().agreed)) == (make is mixtral)
 
 
 @on_two_ranks

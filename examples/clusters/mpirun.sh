@@ -19,6 +19,6 @@ shift
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 case $mpi in
-    *"Open MPI"*) mpirun --hostfile "$file" -n "$ranks" -x OMP_NUM_THREADS "$@" ;;
+    *"Open MPI"*) mpirun --hostfile "$file" -n "$ranks" -x PATH -x OMP_NUM_THREADS "$@" ;; # it passes on no others
     *) mpirun -f "$file" -n "$ranks" -genv OMP_NUM_THREADS "$OMP_NUM_THREADS" "$@" ;;
 esac

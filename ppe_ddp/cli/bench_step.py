@@ -3,7 +3,7 @@
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
 the same data, in turn, within one run over one backend, one thread a rank.
 Look at the ratios: times on a shared machine mean little by themselves.
-"exposed" is what a step takes beyond the bare model's, where torch DDP's is 1.
+"over bare" is how many milliseconds longer than the bare module's a step takes.
 --json has all numbers, bytes of masks among them. With --adamw each contestant
 steps AdamW as well; DistributedOptimizer, with and without overlap, and torch's
 ZeroRedundancyOptimizer ("zero") take part, and "state" is what the optimizer of
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["WORKLOADS", "Contestant", "GradientMismatchError", "Workload", "add_arguments", "compare", "measure", "run"]
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
-_LEAST_EXPOSED = 0.05  # of the bare step that torch DDP has to take longer, for others to be compared with that
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
 _WARM_UP_STEPS = 3
 # Of the largest value: what averaging in another order changes, with room for kernels that sum in another order.
@@ -232,7 +231,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def publish(models: list[dict[str, Any]], _ranks: int) -> int:
         title = "One training step: medians (middle half)"
-        headings = ["", "ms a step", "ratio", "exposed", "state MB" if arguments.adamw else "MB sent"]
+        headings = ["", "ms a step", "ratio", "over bare", "state MB" if arguments.adamw else "MB sent"]
         print_table(arguments, title, str(platform), headings, _rows(models))
         for name, reason in models[0]["skipped"].items():
             print(f"{name} skipped: {reason}", file=told(arguments))
@@ -251,14 +250,13 @@ def _rows(models: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[str]]:
         size, reference = model["world_size"], model["reference"]
         yield f"{model['name']}, {size} rank{'s' if size != 1 else ''}", "", f"to {reference}"
         for one in model["contestants"]:
-            has_exposed = one["exposed"] is not None and one["name"] not in (reference, "bare")
             ratio = "" if one["name"] == reference else one["ratio"].text(2)
             nbytes = one.get("state_nbytes", one["gradient_nbytes"])
             yield (
                 f"  {one['name']}",
                 one["milliseconds"].text(1),
                 ratio,
-                f"{one['exposed']:.2f}" if has_exposed else "",
+                "" if one["name"] == "bare" else f"{one['over_bare_ms']:+.1f}",
                 f"{nbytes / 1e6:.2f}" if nbytes else "-",
             )
         yield ()
@@ -442,18 +440,17 @@ def compare(
 ) -> dict[str, Any]:
     """The result of each contestant, given seconds of a step by repetition, and bytes of gradients and of masks.
 
-    Ratios are to torch DDP, or of one rank to the bare model; ``exposed`` is how much longer than the bare model's a
-    step takes, by medians, where torch DDP's is 1; None where torch's takes hardly any longer.
+    Ratios are to torch DDP, or of one rank to the bare model; ``over_bare_ms`` is how much longer than the bare
+    model's a step takes, by medians.
     """
     reference = "bare" if world_size == 1 else "torch"
-    bare, torchs = (statistics.median(seconds[one]) for one in ("bare", "torch"))
-    has_exposed = torchs - bare > _LEAST_EXPOSED * bare and world_size > 1
+    bare = statistics.median(seconds["bare"])
     results = [
         {
             "name": one,
             "milliseconds": Spread.of([1e3 * value for value in own]),
             "ratio": Spread.of(own, seconds[reference]),
-            "exposed": (statistics.median(own) - bare) / (torchs - bare) if has_exposed else None,
+            "over_bare_ms": 1e3 * (statistics.median(own) - bare),
             "gradient_nbytes": traffic[one][0],
             "control_nbytes": traffic[one][1],
             "steps_ms": [1e3 * value for value in own],

@@ -54,6 +54,7 @@ _UNDER_WAY = 2  # at a time: gloo has two threads
 _GAIN = 0.02  # of a step: what is less is noise
 _SAME = 1.005  # of two sizes with steps of the same length the larger has fewer messages
 _CPU = torch.device("cpu")
+_COMPARISON = "a comparison of parameters"
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class Negotiation:
                 are in a synchronized backward, which this one is behind with.
             ValueError: On every rank, if one has a tensor that cannot be written; names those of the first.
         """
-        place = f"a comparison of parameters after step {self._groups.step}"
+        place = f"{_COMPARISON} after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
         fields = {"expanded": bytes([bool(expanded)])}
@@ -491,10 +492,12 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
 
 def _out_of_step(places: Sequence[str]) -> DisagreementError:
     by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+    compares = any(_COMPARISON in place for place in places)
+    together = "Register a compressor, or make a DistributedOptimizer, on all ranks together. " if compares else ""
     error = DisagreementError(
         f"the ranks have run different numbers of synchronized backwards: {by_rank} (steps are counted since the last "
-        "failure). A rank that skips a backward, or goes on after its loss raised above the outputs of the module, "
-        "must call model.finish_grad_sync() in that step. All ranks go on with their next step"
+        f"failure). {together}A rank that skips a backward, or goes on after its loss raised above the outputs of the "
+        "module, must call model.finish_grad_sync() in that step. All ranks go on with their next step"
     )
     error.is_of_places = True
     return error
