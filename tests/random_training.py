@@ -95,6 +95,18 @@ def set_memory(parameters, draw):
         parameter.grad.set_(parameter.grad.clone())
 
 
+def resize(parameters, draw):
+    for parameter in parameters:
+        values = parameter.grad.clone()
+        parameter.grad.resize_(0).resize_(parameter.shape).copy_(values)
+
+
+def another_format(parameters, draw):
+    for parameter in parameters:
+        if parameter.dim() == 2:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+
 def edit(parameters, draw):
     for parameter in parameters:
         parameter.grad.mul_(2).add_(0.5)
@@ -173,6 +185,8 @@ CHANGES = [
     new_tensors,
     other_tensors_of_the_same_memory,
     set_memory,
+    resize,
+    another_format,
     edit,
     own_buffer,
     exchange,

@@ -10,9 +10,7 @@ from torch import nn
 
 from one_process import assert_same_on_all_ranks, data, gradients, mean_of, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
-from rank_tests import on_three_ranks, on_two_ranks
-
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
+from rank_tests import VARIANTS, on_three_ranks, on_two_ranks
 
 
 class Scaled(nn.Module):
@@ -87,20 +85,6 @@ def one_rank_retains(model, rank, step):
     yield
 
 
-def trained_and_evaluated(model, rank, step):
-    model.train(rank == 0)
-    first = loss(model, rank, step)
-    first.backward(retain_graph=True)
-    yield
-    model.train(rank == 1)
-    second = loss(model, rank, step + 100)
-    first.backward()
-    yield
-    second.backward()
-    model.train()
-    yield
-
-
 def hold(layer, steps, *, keeps=False, **options):
     """Hold a wrapper to all ranks in one process, whose buffers are the first writer's after each backward."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -135,26 +119,16 @@ def hold(layer, steps, *, keeps=False, **options):
 STEPS = [retained, two_losses, two_forwards, one_rank_retains]
 
 
-@pytest.mark.parametrize("layer", [batch_norm, new_scale], ids=lambda layer: layer.__name__)
 @on_two_ranks
-def test_backwards_through_buffers_that_forward_writes(layer):
+def test_backwards_through_buffers_that_forward_writes():
+    """As new tensors; batch norm is in random_training.py."""
     for options in VARIANTS:
-        hold(layer, [*STEPS, *STEPS[::-1]], **options)
-
-
-@on_two_ranks
-def test_batch_norm_trained_on_one_rank_and_evaluated_on_the_other():
-    hold(batch_norm, [trained_and_evaluated, *STEPS, trained_and_evaluated])
+        hold(new_scale, [*STEPS, *STEPS[::-1]], **options)
 
 
 @on_two_ranks
 def test_a_scale_written_in_place_survives_as_long_as_it_does_in_one_process():
     hold(scale_in_place, [retained, two_losses, retained])
-
-
-@on_three_ranks
-def test_buffers_on_three_ranks():
-    hold(batch_norm, STEPS)
 
 
 @on_two_ranks

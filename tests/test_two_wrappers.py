@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 
 import test_megatron_graphs as graphs
 from law_models import Recipe, losses
@@ -81,24 +80,6 @@ def train(wrappers, models, orders, step=0):
         assert_same_on_all_ranks(wrapper.module)
 
 
-@each_variant
-@on_two_ranks
-def test_another_order_on_each_rank(options):
-    models = mlps(2)
-    wrappers = wrapped(models, **options)
-    for step in range(3):
-        train(wrappers, models, [[0, 1], [1, 0]], step)
-
-
-@each_variant
-@on_two_ranks
-def test_one_rank_uses_only_one_of_them(options):
-    models = mlps(3)
-    wrappers = wrapped(models, **options)
-    for step, orders in enumerate(([[0, 1, 2], [1]], [[2], [1, 0, 2]], [[0], [1]], [[], [2, 0, 1]])):
-        train(wrappers, models, orders, step)
-
-
 @on_two_ranks
 def test_hooks_that_take_one_bucket_at_a_time():
     models = mlps(2)
@@ -145,25 +126,6 @@ def test_one_rank_is_slow():
         for model in models:
             model.rounds = 60 if dist.get_rank() == step else 0
         train(wrappers, models, [[0, 1], [1, 0], [1, 0]], step)
-
-
-class Late(nn.Module):
-    """Nobody expects the gradient of its inner map, inside a reentrant checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.outer(checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True))
-
-
-@on_two_ranks
-def test_repairs():
-    models = [seeded(Late) for _ in range(2)]
-    wrappers = wrapped(models, bucket_cap_mb=1e-6)
-    for step in range(3):
-        train(wrappers, models, [[0, 1], [1, 0]], step)
 
 
 def random_orders(draw, count, world_size):
@@ -219,22 +181,6 @@ def test_random_models_on_two_ranks(seed):
 @on_three_ranks
 def test_random_models_on_three_ranks(seed):
     hold_random_models(seed)
-
-
-@on_two_ranks
-def test_started_by_hand_in_another_order():
-    models = mlps(2)
-    wrappers = wrapped(models)
-    want = expected(models, [[0, 1], [0, 1]])
-    order = [0, 1] if dist.get_rank() else [1, 0]
-    with wrappers[0].no_sync(), wrappers[1].no_sync():
-        loss_of(wrappers, [0, 1], dist.get_rank()).backward()
-    for k in (0, 1):
-        wrappers[k].start_grad_sync()
-    for k in order:
-        wrappers[k].finish_grad_sync()
-    for wrapper, table in zip(wrappers, want, strict=True):
-        assert_gradients(wrapper.module, table)
 
 
 @pytest.mark.parametrize("last", [True, False], ids=["in the last", "in the first"])
