@@ -7,17 +7,15 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import failing_shards
 from failing import LATE, WAYS, FailingNet, Refused, Switch
-from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded, square
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, average
+from one_process import assert_gradients, data, gradients, mean_of, seeded, square
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.engine import bucket
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
-from rank_tests import VARIANTS, each_variant, on_three_ranks, on_two_ranks
+from rank_tests import VARIANTS, each_variant, on_three_ranks
 
 BEFORE_AND_CULPRIT = [("nothing", 0), ("zeros", 1), ("averages", 2), ("own", 0)]
 FAILURES = ("before", "after", "in_the_wait", "in_packing", "in_the_broadcast", "in_backward")
@@ -109,51 +107,6 @@ def test_gradients_are_as_they_were(options):
             dist.all_gather_object(tables, gradients(module))
             wrapper.finish_grad_sync()
             assert_gradients(module, mean_of(tables, len(tables)))
-
-
-class Mixed(nn.Module):
-    """A sparse table, and a map inside a reentrant checkpoint, whose gradients nobody expects."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(6, 4, sparse=True)
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        x = x + self.table(torch.arange(len(x)) % 3 + int(x[0, 0] > 0))  # other rows on other ranks
-        return self.outer(checkpoint(self.inner, x.detach().requires_grad_(), use_reentrant=True) + x)
-
-
-@pytest.mark.parametrize("refused", ["inner", "outer"])
-@on_two_ranks
-def test_sparse_and_late_gradients_are_as_they_were(refused):
-    rank, switch = dist.get_rank(), Switch()
-
-    def reduce(bucket, group):
-        if any(name.startswith(refused) for name in bucket.names()):
-            switch.refuse()
-        return average(bucket, group)
-
-    module = seeded(Mixed)
-    wrapper = DistributedDataParallel(module, reduce_function=reduce)
-    mean = mean_gradients(module, square)
-    for culprit in range(2):
-        for _ in range(2):
-            wrapper.zero_grad()
-            square(wrapper, rank)
-            assert_gradients(module, mean)
-        assert wrapper.trace().repaired == ("inner.weight", "inner.bias")
-        wrapper.zero_grad()
-        expected = own_gradients(module, lambda model: square(model, rank))
-        switch.left = 0 if rank == culprit else -1
-        assert failed(lambda model: square(model, rank), wrapper)
-        switch.left = -1
-        unreached = ("inner.", "table.") if refused == "outer" else ()
-        assert_same_bits(gradients(module), expected, dict.fromkeys(expected), unreached)
-        tables = [None] * 2
-        dist.all_gather_object(tables, gradients(module))
-        wrapper.finish_grad_sync()
-        assert_gradients(module, mean_of(tables, 2))
 
 
 @pytest.mark.parametrize("way", ["in_packing", *failing_shards.SCATTERS])
