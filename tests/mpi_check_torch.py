@@ -144,7 +144,7 @@ def weighted_means_of_random_models():
 
 @check(ranks=2)
 def training_with_batches_of_other_sizes_is_that_of_one_process():
-    weighing.hold_training(torch.float64, weighing.EXACT, steps=10)
+    weighing.hold_training(steps=10)
 
 
 @check(ranks=3)

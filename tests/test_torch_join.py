@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -161,30 +160,6 @@ def test_early_termination_raises_on_every_rank():
     with pytest.raises(RuntimeError, match=text):
         train()
     assert steps == 2
-
-
-@on_two_ranks
-def test_a_step_fails_in_one_of_two_wrappers_that_share_parameters():
-    """In the next step the other one is ready first, and must not average what both have once more."""
-    rank, step, shared = dist.get_rank(), 0, nn.Linear(4, 2)
-
-    def reduce(gradients, group):
-        if (rank, step) == (0, 0):
-            raise ArithmeticError("planned")
-        gradients.divide(2)
-        return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
-
-    one = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared), reduce_function=reduce)
-    two = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared))
-    with Join([one, two]):
-        for step in range(2 - rank):
-            one.zero_grad()
-            two.zero_grad()
-            error = ArithmeticError if rank == 0 else PeerAbortedError
-            with pytest.raises(error) if step == 0 else nullcontext():
-                (one(torch.ones(3, 4)) + two(torch.ones(3, 4))).sum().backward()
-        if rank == 0:
-            torch.testing.assert_close(shared.bias.grad, torch.full((2,), 6.0 / 2))
 
 
 @each_variant
