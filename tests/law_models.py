@@ -31,32 +31,21 @@ _WIDTHS = (3, 8)
 class Kind(enum.Enum):
     """What a layer does with its input. A *choice* is a number that each forward of each rank draws anew."""
 
-    LINEAR = enum.auto()
-    """A linear map, always."""
-    BRANCHES = enum.auto()
-    """The choice's linear map of several."""
-    SKIPPED = enum.auto()
-    """A linear map or nothing (stochastic depth)."""
-    SHARED = enum.auto()
-    """The linear map of an earlier layer, once more."""
-    CHECKPOINTED = enum.auto()
-    """A linear map in a checkpoint."""
-    REENTRANT = enum.auto()
-    """A linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand."""
-    DETACHED = enum.auto()
-    """Cuts the graph, or not: earlier parameters get no gradient."""
-    FROZEN = enum.auto()
-    """A linear map that is not trained."""
-    UNUSED = enum.auto()
-    """Parameters that no path reaches."""
-    EMPTY = enum.auto()
-    """A parameter without elements."""
-    SCALAR = enum.auto()
-    """A parameter without dimensions."""
-    EMBEDDING = enum.auto()
-    """Adds the choice's row of a table whose gradient is sparse."""
-    TRANSPOSED = enum.auto()
-    """A linear map whose weight is not row-major."""
+    LINEAR = enum.auto()  # a linear map, always
+    BRANCHES = enum.auto()  # the choice's linear map of several
+    SKIPPED = enum.auto()  # a linear map or nothing (stochastic depth)
+    SHARED = enum.auto()  # the linear map of an earlier layer, once more
+    CHECKPOINTED = enum.auto()  # a linear map in a checkpoint
+    REENTRANT = (
+        enum.auto()
+    )  # A linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand.
+    DETACHED = enum.auto()  # cuts the graph, or not: earlier parameters get no gradient
+    FROZEN = enum.auto()  # a linear map that is not trained
+    UNUSED = enum.auto()  # parameters that no path reaches
+    EMPTY = enum.auto()  # a parameter without elements
+    SCALAR = enum.auto()  # a parameter without dimensions
+    EMBEDDING = enum.auto()  # adds the choice's row of a table whose gradient is sparse
+    TRANSPOSED = enum.auto()  # a linear map whose weight is not row-major
 
     def __repr__(self) -> str:
         return f"Kind.{self.name}"
@@ -260,7 +249,9 @@ class _RandomLayer(nn.Module):
 
 
 class RandomModule(nn.Module):
-    """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs."""
+    """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs: one is written in
+    place, and one is made anew and needed by the graph.
+    """
 
     seen: Tensor
     running: Tensor
@@ -287,8 +278,8 @@ class RandomModule(nn.Module):
         """Run ``path`` on ``batch``, of shape (rows, width); heads that the path leaves out are None."""
         with torch.no_grad():
             self.seen += 1
-            self.running.lerp_(batch.detach().mean(0), 0.25)
-        hidden = batch
+            self.running = self.running.lerp(batch.detach().mean(0), 0.25)
+        hidden = batch + batch * self.running
         for layer, choice in zip(list(self.layers)[: path.depth], path.choices, strict=False):
             hidden = layer(hidden, choice)
         outputs = [head(hidden) if k in path.heads else None for k, head in enumerate(self.heads)]
