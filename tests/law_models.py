@@ -279,9 +279,10 @@ class RandomModule(nn.Module):
         with torch.no_grad():
             self.seen += 1
             self.running = self.running.lerp(batch.detach().mean(0), 0.25)
-        hidden = batch + batch * self.running
+        hidden = batch
         for layer, choice in zip(list(self.layers)[: path.depth], path.choices, strict=False):
             hidden = layer(hidden, choice)
+        hidden = hidden + hidden * self.running
         outputs = [head(hidden) if k in path.heads else None for k, head in enumerate(self.heads)]
         if self.recipe.container == 1:
             return {f"head{k}": output for k, output in enumerate(outputs)}
