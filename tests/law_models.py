@@ -99,6 +99,7 @@ class Recipe:
         early_exit: Whether a path may stop before the last layer.
         common_path: Whether all ranks take the same path in a step, and so have the same gradients.
         container: How outputs are given: 0 a tuple, 1 a dict, 2 a :class:`Record`.
+        needs_buffer: Whether the graph needs the buffer that each forward makes anew.
     """
 
     seed: int
@@ -108,6 +109,7 @@ class Recipe:
     early_exit: bool = False
     common_path: bool = False
     container: int = 0
+    needs_buffer: bool = False
 
     @classmethod
     def random(
@@ -250,7 +252,7 @@ class _RandomLayer(nn.Module):
 
 class RandomModule(nn.Module):
     """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs: one is written in
-    place, and one is made anew and needed by the graph.
+    place, and one is made anew.
     """
 
     seen: Tensor
@@ -282,7 +284,8 @@ class RandomModule(nn.Module):
         hidden = batch
         for layer, choice in zip(list(self.layers)[: path.depth], path.choices, strict=False):
             hidden = layer(hidden, choice)
-        hidden = hidden + hidden * self.running
+        if self.recipe.needs_buffer:
+            hidden = hidden + hidden * self.running
         outputs = [head(hidden) if k in path.heads else None for k, head in enumerate(self.heads)]
         if self.recipe.container == 1:
             return {f"head{k}": output for k, output in enumerate(outputs)}

@@ -4,6 +4,7 @@ Every decision is drawn from the seed, so that each rank also knows what all the
 """
 
 import contextlib
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -222,7 +223,7 @@ class Training:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.draw = draw = Random(f"training {seed}")
         self.seed = seed
-        self.recipe = Recipe.random(seed)
+        self.recipe = replace(Recipe.random(seed), needs_buffer=draw.random() < 0.5)
         with torch.random.fork_rng():
             self.module = Normed(self.recipe)
         self.options = {

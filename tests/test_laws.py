@@ -37,6 +37,7 @@ RECIPES = st.builds(
     early_exit=st.booleans(),
     common_path=st.booleans(),
     container=st.integers(0, 2),
+    needs_buffer=st.booleans(),
 )
 STEPS = st.builds(TrainingStep, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
 CASES = st.builds(Case, RECIPES, st.lists(STEPS, min_size=1, max_size=3).map(tuple))
