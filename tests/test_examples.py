@@ -60,7 +60,7 @@ def number(pattern, text):
 
 def test_digits():
     launcher = [MPIRUN, "-n", "2"] if MPIRUN else [*warm_python(), *TORCHRUN]
-    code, text, errors = run([*launcher, *warm_python(), EXAMPLES / "digits.py", "--epochs", "4"], timeout=120)
+    code, text, errors = run([*launcher, *warm_python(), EXAMPLES / "digits.py", "--epochs", "2"], timeout=120)
     assert code == 0, errors
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
