@@ -76,19 +76,6 @@ def test_on_all_ranks_and_a_fresh_step(place, options):
 
 
 @on_two_ranks
-def test_before_the_module_is_reached():
-    # In the loss, on all ranks: nothing was said to anybody, so nothing is left over.
-    wrapper = DistributedDataParallel(seeded(Fused))
-    expected = mean_gradients(wrapper.module, step)
-    for _ in range(2):
-        with pytest.raises(Broken):
-            Fuse.apply(wrapper(data(5, 4)), True).sum().backward()
-        assert wrapper.trace() is None
-    step(wrapper, dist.get_rank())
-    assert_gradients(wrapper.module, expected)
-
-
-@on_two_ranks
 def test_a_caught_error_that_is_kept_does_not_keep_the_backward():
     # A traceback holds the frames of the backward; the next forward has to see that it is over all the same.
     rank = dist.get_rank()

@@ -175,9 +175,10 @@ def hook_in_the_default_group(state, bucket):
 @pytest.mark.parametrize("hook", [hook_in_the_default_group, allreduce_hook])
 @on_two_ranks
 def test_hooks_in_one_group_of_the_users(hook):
-    wrappers = wrapped(nothing_in_common(2), hook=hook, bucket_cap_mb=1e-6)
-    for step, programs in enumerate([*TOGETHER, *APART, *ALONE]):
-        run(wrappers, programs, step)
+    for make in (nothing_in_common, *KINDS):
+        wrappers = wrapped(make(2), hook=hook, bucket_cap_mb=1e-6)
+        for step, programs in enumerate([*TOGETHER, *APART, *ALONE] if make is nothing_in_common else TOGETHER):
+            run(wrappers, programs, step)
     hold_random_programs(0, nothing_in_common, hook=hook)
 
 

@@ -23,39 +23,30 @@ from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 from weighing import CLOSE, hold_optimizer, hold_random_model, hold_training, weighted_mean
 
-SHARED = pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shm"])
+OPTIONS = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}]
 
 
 @pytest.mark.parametrize("seed", range(4))
-@SHARED
 @on_three_ranks
-def test_random_models(seed, shared_memory):
-    options = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}][seed % 4]
-    hold_random_model(seed, shared_memory=shared_memory, **options)
+def test_random_models(seed):
+    hold_random_model(seed, shared_memory=seed in (0, 3), **OPTIONS[seed])
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("weighs", [False, True], ids=["plain", "weighed"])
-@SHARED
 @on_three_ranks
-def test_random_models_averaged_where_they_are_used(seed, weighs, shared_memory):
-    options = [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}, {"gradient_as_bucket_view": False}][seed % 4]
+def test_random_models_averaged_where_they_are_used(seed, weighs):
     plug = [None, None, None, "function", "hook", Uncompressed()][seed % 6]
     used = True if seed % 2 else ["heads.*", "*.bias"]
-    hold_random_model(seed, weighs=weighs, used=used, plug=plug, shared_memory=shared_memory, **options)
+    shared_memory = (seed // 2 + weighs) % 2 == 0
+    hold_random_model(seed, weighs=weighs, used=used, plug=plug, shared_memory=shared_memory, **OPTIONS[seed % 4])
 
 
-@pytest.mark.parametrize("weighs", [False, True], ids=["plain", "weighed"])
-@SHARED
 @on_three_ranks
-def test_a_distributed_optimizer_averages_where_used(weighs, shared_memory):
-    hold_optimizer(weighs=weighs, shared_memory=shared_memory)
-
-
-@SHARED
-@on_three_ranks
-def test_training_with_batches_of_other_sizes_is_that_of_one_process(shared_memory):
-    hold_training(shared_memory=shared_memory)
+def test_training_is_that_of_one_process():
+    for option in (False, True):
+        hold_optimizer(weighs=option, shared_memory=option)
+        hold_training(shared_memory=option)
 
 
 def loss_of(model, rank, step=0, rows=4):
@@ -280,20 +271,6 @@ def test_beside_a_scaler_and_a_compressor():
     wrapper.register_comm_hook(Int8(block=8))
     weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
     assert_gradients(module, want, rtol=5e-2, atol=5e-2)
-
-
-@on_two_ranks
-def test_sparse_gradients():
-    module = seeded(nn.Embedding, 6, 3, sparse=True)
-    wrapper = DistributedDataParallel(module)
-    rank = dist.get_rank()
-    weigh(wrapper(torch.tensor([rank, 2])).pow(2).mean(), 3 + 2 * rank).backward()
-    weight = module.weight.detach()
-    want = torch.zeros(6, 3)
-    for other, count in enumerate([3, 5]):
-        for row in (other, 2):
-            want[row] += count / 8 * weight[row] / 3
-    torch.testing.assert_close(module.weight.grad.to_dense(), want)
 
 
 @on_two_ranks
