@@ -348,7 +348,9 @@ def hold_told_wait(**options):
     dist.barrier()
     if rank == last:
         store.delete_key("has told")
-    needs = rf"rank 0: step \d+ has waited for 1 s for rank {last}, which has not come \(it had completed step \d+ and"
+    needs = (
+        rf"rank 0: step \d+ has waited for \d+ s for rank {last}, which has not come \(it had completed step \d+ and"
+    )
     assert all(re.match(needs, text) for text in telling.texts), telling.texts
     assert bool(telling.texts) == (rank == 0)
 

@@ -86,15 +86,7 @@ def impatient_group():
     return group
 
 
-CALLS = (
-    "all_reduce",
-    "all_reduce in shared memory",
-    "broadcast",
-    "all_gather",
-    "all_to_all",
-    "barrier",
-    "receive",
-)
+CALLS = ("all_reduce", "all_reduce in shared memory", "broadcast", "all_gather", "all_to_all", "barrier", "receive")
 
 
 @check(*CALLS, ranks=2, most=2)

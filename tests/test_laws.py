@@ -50,9 +50,7 @@ def in_place_mean(gradients, group):
 
 
 # Our own function, one of a user, and one of a user on a thread.
-PLUGS = st.sampled_from(
-    [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))],
-)
+PLUGS = st.sampled_from([Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))])
 
 # The same examples every time, so that a red run is real, and always the same time.
 laws_hold = functools.partial(

@@ -22,8 +22,7 @@ from subprocesses import all_end, needs_mpirun
 pytestmark = pytest.mark.nodes
 long_on_nodes = pytest.mark.nodes(long=True)
 launchers = pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(name, marks=needs_mpirun if name == "mpirun" else long_on_nodes) for name in LAUNCHERS],
+    "launcher", [pytest.param(name, marks=needs_mpirun if name == "mpirun" else long_on_nodes) for name in LAUNCHERS]
 )
 
 
