@@ -155,13 +155,13 @@ def ranks_of(config, *layout):
     """Ranks on this machine; or as many on each node as `layout` says, where the command line asks for it."""
     launcher = config.getoption("--ranks-on-nodes")
     if launcher is None:
-        with Ranks(sum(layout)) as ranks:
+        with Ranks(sum(layout), timeout=120) as ranks:  # whose groups have 60 s: see failing.SECONDS
             yield ranks
         return
     backend = BACKENDS[launcher]
     with (
         Nodes(len(layout)) as nodes,
-        Ranks(sum(layout), backend=backend, starter=JobStarter(nodes, launcher, layout)) as ranks,
+        Ranks(sum(layout), backend=backend, starter=JobStarter(nodes, launcher, layout), timeout=120) as ranks,
     ):
         yield ranks
 

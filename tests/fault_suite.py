@@ -90,13 +90,14 @@ _SURVIVES = ("finish",)  # where the others may have all they need, and go on
 
 @dataclass(frozen=True)
 class FaultCase:
-    """One fault of one rank under one launcher."""
+    """One fault of one rank under one launcher; the timeout is that of ranks without one."""
 
     launcher: str
     kind: str
     phase: str
     culprit: int
     step: int
+    timeout: float = TIMEOUT
 
     def __str__(self) -> str:
         return f"{self.kind} of rank {self.culprit} in {self.phase} of step {self.step}, {self.launcher}"
@@ -136,9 +137,9 @@ class FaultOutcome:
         texts = [str(one["text"]) for one in self.survivors(case)]
         return all(own in text and not any(other in text for other in others) for text in texts)
 
-    def complaints(self, case: FaultCase) -> list[str]:
+    def complaints(self, case: FaultCase, known_seconds: float = KNOWN_SECONDS) -> list[str]:
         """What is not as it should be."""
-        limit = TIMEOUT + _LATE_SECONDS if case.kind in LATE else KNOWN_SECONDS
+        limit = case.timeout + _LATE_SECONDS if case.kind in LATE else known_seconds
         survivors = self.survivors(case)
         is_ended_by_launcher = case.launcher in ("torchrun", "mpirun") and case.kind in ENDED_BY_LAUNCHERS
         if is_ended_by_launcher and not survivors:
@@ -257,7 +258,7 @@ def _be_rank(rank: int, case: FaultCase, folder: str, common: dict[str, str]) ->
             init_method=common["INIT"],
             rank=rank,
             world_size=RANKS,
-            timeout=timedelta(seconds=TIMEOUT),
+            timeout=timedelta(seconds=case.timeout),
         )
         fault_program.main(case.kind, case.phase, str(case.culprit), str(case.step), folder)
     except SystemExit as error:

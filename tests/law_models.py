@@ -31,32 +31,21 @@ _WIDTHS = (3, 8)
 class Kind(enum.Enum):
     """What a layer does with its input. A *choice* is a number that each forward of each rank draws anew."""
 
-    LINEAR = enum.auto()
-    """A linear map, always."""
-    BRANCHES = enum.auto()
-    """The choice's linear map of several."""
-    SKIPPED = enum.auto()
-    """A linear map or nothing (stochastic depth)."""
-    SHARED = enum.auto()
-    """The linear map of an earlier layer, once more."""
-    CHECKPOINTED = enum.auto()
-    """A linear map in a checkpoint."""
-    REENTRANT = enum.auto()
-    """A linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand."""
-    DETACHED = enum.auto()
-    """Cuts the graph, or not: earlier parameters get no gradient."""
-    FROZEN = enum.auto()
-    """A linear map that is not trained."""
-    UNUSED = enum.auto()
-    """Parameters that no path reaches."""
-    EMPTY = enum.auto()
-    """A parameter without elements."""
-    SCALAR = enum.auto()
-    """A parameter without dimensions."""
-    EMBEDDING = enum.auto()
-    """Adds the choice's row of a table whose gradient is sparse."""
-    TRANSPOSED = enum.auto()
-    """A linear map whose weight is not row-major."""
+    LINEAR = enum.auto()  # a linear map, always
+    BRANCHES = enum.auto()  # the choice's linear map of several
+    SKIPPED = enum.auto()  # a linear map or nothing (stochastic depth)
+    SHARED = enum.auto()  # the linear map of an earlier layer, once more
+    CHECKPOINTED = enum.auto()  # a linear map in a checkpoint
+    REENTRANT = (
+        enum.auto()
+    )  # A linear map in a reentrant checkpoint, whose parameters autograd does not see beforehand.
+    DETACHED = enum.auto()  # cuts the graph, or not: earlier parameters get no gradient
+    FROZEN = enum.auto()  # a linear map that is not trained
+    UNUSED = enum.auto()  # parameters that no path reaches
+    EMPTY = enum.auto()  # a parameter without elements
+    SCALAR = enum.auto()  # a parameter without dimensions
+    EMBEDDING = enum.auto()  # adds the choice's row of a table whose gradient is sparse
+    TRANSPOSED = enum.auto()  # a linear map whose weight is not row-major
 
     def __repr__(self) -> str:
         return f"Kind.{self.name}"
@@ -110,6 +99,7 @@ class Recipe:
         early_exit: Whether a path may stop before the last layer.
         common_path: Whether all ranks take the same path in a step, and so have the same gradients.
         container: How outputs are given: 0 a tuple, 1 a dict, 2 a :class:`Record`.
+        needs_buffer: Whether the graph needs the buffer that each forward makes anew.
     """
 
     seed: int
@@ -119,6 +109,7 @@ class Recipe:
     early_exit: bool = False
     common_path: bool = False
     container: int = 0
+    needs_buffer: bool = False
 
     @classmethod
     def random(
@@ -260,7 +251,9 @@ class _RandomLayer(nn.Module):
 
 
 class RandomModule(nn.Module):
-    """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs."""
+    """The module that a :class:`Recipe` describes, with two buffers that follow this rank's inputs: one is written in
+    place, and one is made anew.
+    """
 
     seen: Tensor
     running: Tensor
@@ -287,10 +280,12 @@ class RandomModule(nn.Module):
         """Run ``path`` on ``batch``, of shape (rows, width); heads that the path leaves out are None."""
         with torch.no_grad():
             self.seen += 1
-            self.running.lerp_(batch.detach().mean(0), 0.25)
+            self.running = self.running.lerp(batch.detach().mean(0), 0.25)
         hidden = batch
         for layer, choice in zip(list(self.layers)[: path.depth], path.choices, strict=False):
             hidden = layer(hidden, choice)
+        if self.recipe.needs_buffer:
+            hidden = hidden + hidden * self.running
         outputs = [head(hidden) if k in path.heads else None for k, head in enumerate(self.heads)]
         if self.recipe.container == 1:
             return {f"head{k}": output for k, output in enumerate(outputs)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,28 +27,17 @@ if TYPE_CHECKING:
 class StepKind(enum.Enum):
     """The kind of a training step."""
 
-    ONE_BACKWARD = enum.auto()
-    """One forward, one backward."""
-    MICRO_BATCHES = enum.auto()
-    """Two backwards in no_sync(), then one that synchronizes all three."""
-    TWO_BACKWARDS = enum.auto()
-    """Two forwards, each with a backward."""
-    TWO_FORWARDS_TWO_BACKWARDS = enum.auto()
-    """Two forwards, and then a backward of each."""
-    TWO_LOSSES = enum.auto()
-    """One forward with two losses, each with a backward."""
-    RETAINED_GRAPH = enum.auto()
-    """The same graph backwards twice."""
-    TWO_FORWARDS = enum.auto()
-    """Two forwards, one backward."""
-    ABSENT = enum.auto()
-    """One rank has no backward and calls finish_grad_sync()."""
-    ABSENT_WITH_MICRO_BATCH = enum.auto()
-    """One rank has no backward but a gradient from no_sync(), and starts early."""
-    LOOK = enum.auto()
-    """One rank alone calls autograd.grad before the backward."""
-    SOME_INPUTS = enum.auto()
-    """Backward(inputs=...) for the last parameters only."""
+    ONE_BACKWARD = enum.auto()  # one forward, one backward
+    MICRO_BATCHES = enum.auto()  # two backwards in no_sync(), then one that synchronizes all three
+    TWO_BACKWARDS = enum.auto()  # two forwards, each with a backward
+    TWO_FORWARDS_TWO_BACKWARDS = enum.auto()  # two forwards, and then a backward of each
+    TWO_LOSSES = enum.auto()  # one forward with two losses, each with a backward
+    RETAINED_GRAPH = enum.auto()  # the same graph backwards twice
+    TWO_FORWARDS = enum.auto()  # two forwards, one backward
+    ABSENT = enum.auto()  # one rank has no backward and calls finish_grad_sync()
+    ABSENT_WITH_MICRO_BATCH = enum.auto()  # one rank has no backward but a gradient from no_sync(), and starts early
+    LOOK = enum.auto()  # one rank alone calls autograd.grad before the backward
+    SOME_INPUTS = enum.auto()  # backward(inputs=...) for the last parameters only
 
     def __repr__(self) -> str:
         return f"StepKind.{self.name}"
@@ -57,12 +46,9 @@ class StepKind(enum.Enum):
 class Zeroing(enum.Enum):
     """How gradients are cleared before a step."""
 
-    TO_NONE = enum.auto()
-    """Zero_grad(set_to_none=True)."""
-    TO_ZERO = enum.auto()
-    """Zero_grad(set_to_none=False)."""
-    NOTHING = enum.auto()
-    """They stay and are added to."""
+    TO_NONE = enum.auto()  # zero_grad(set_to_none=True)
+    TO_ZERO = enum.auto()  # zero_grad(set_to_none=False)
+    NOTHING = enum.auto()  # they stay and are added to
 
     def __repr__(self) -> str:
         return f"Zeroing.{self.name}"
@@ -148,23 +134,7 @@ def perform(
     kind = step.kind
     if recipe.is_reentrant and kind in (StepKind.LOOK, StepKind.SOME_INPUTS):
         kind = StepKind.ONE_BACKWARD  # torch refuses both with reentrant checkpoints
-    return _body(kind)(actor)
-
-
-def _body(kind: StepKind) -> Callable[[_RankStep], Iterator[None]]:
-    return {
-        StepKind.ONE_BACKWARD: _one_backward,
-        StepKind.MICRO_BATCHES: _micro_batches,
-        StepKind.TWO_BACKWARDS: _two_backwards,
-        StepKind.TWO_FORWARDS_TWO_BACKWARDS: _two_forwards_two_backwards,
-        StepKind.TWO_LOSSES: _two_losses,
-        StepKind.RETAINED_GRAPH: _retained_graph,
-        StepKind.TWO_FORWARDS: _two_forwards,
-        StepKind.ABSENT: _absent,
-        StepKind.ABSENT_WITH_MICRO_BATCH: _absent_with_micro_batch,
-        StepKind.LOOK: _look,
-        StepKind.SOME_INPUTS: _some_inputs,
-    }[kind]
+    return globals()[f"_{kind.name.lower()}"](actor)  # type: ignore[no-any-return]
 
 
 def _one_backward(actor: _RankStep) -> Iterator[None]:

@@ -149,13 +149,7 @@ class _Observer:
     """Wraps one case's module on this rank, and checks what each step leaves."""
 
     def __init__(
-        self,
-        case: Case,
-        variant: Variant,
-        plugs: Plugs,
-        *,
-        group: ProcessGroup | None,
-        device: torch.device | str,
+        self, case: Case, variant: Variant, plugs: Plugs, *, group: ProcessGroup | None, device: torch.device | str
     ) -> None:
         self._case = case
         self._variant = variant

@@ -43,28 +43,28 @@ def few_communicators():
             one.Free()
 
 
-@check("in_the_wait", "in_packing", "in_backward", ranks=2, most=2)
+@check("in_the_wait", "in_backward", ranks=2, most=2)
 def failed_steps_give_their_communicators_back(way):
     with few_communicators():
         failing.hold(way, turns=10)
 
 
-@check("before", "in_backward", ranks=2, most=2)
-def nothing_is_left_of_failures(way):
-    failing.hold_without_a_trace(way)
+@check(ranks=2, most=2)
+def nothing_is_left_of_failures():
+    failing.hold_without_a_trace("in_backward")
 
 
-@check("in_packing", "before_the_scatter", ranks=2, most=2)
-def failed_steps_of_shards_give_their_communicators_back(way):
+@check(ranks=2, most=2)
+def failed_steps_of_shards_give_their_communicators_back():
     with few_communicators():
-        failing_shards.hold_optimizer(way, turns=8)
+        failing_shards.hold_optimizer("before_the_scatter", turns=8)
 
 
 @check("sending", "before_the_others", ranks=2, most=2)
 def failed_starts_give_their_communicators_back(when):
     rank, size = dist.get_rank(), dist.get_world_size()
     with few_communicators():
-        for culprit in [*range(size)] * 5:
+        for culprit in [*range(size)] * 4:
             with failing_start(when, is_culprit=rank == culprit) as function:
                 expected = failing.Refused if rank == culprit else PeerAbortedError
                 with pytest.raises(expected, match="not today"):

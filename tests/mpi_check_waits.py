@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from failing import SECONDS
 from mpi_check_kit import check, group_options, is_over_mpi
 from mpi_check_shared import in_shared_memory, shared_group
 from ppe_ddp import CommunicationError
@@ -48,7 +49,7 @@ def waits_move_what_is_outstanding_on_other_groups(way):
     made = shared_group().pg_options
     if not shared:
         made = group_options(shared_bytes=1 << 30, **({"piece_bytes": 1000} if is_over_mpi() else {}))
-    groups = [dist.new_group(pg_options=made, timeout=timedelta(seconds=20)) for _ in range(2)]
+    groups = [dist.new_group(pg_options=made, timeout=timedelta(seconds=SECONDS)) for _ in range(2)]
     for turn in range(3):
         begun = [begin_calls(group) for group in (groups if (rank + turn) % 2 else reversed(groups))]
         for works, check_all in begun:
@@ -75,7 +76,7 @@ def calls_of(group):
 
 
 def new_group():
-    return dist.new_group(pg_options=shared_group().pg_options, timeout=timedelta(seconds=20))
+    return dist.new_group(pg_options=shared_group().pg_options, timeout=timedelta(seconds=SECONDS))
 
 
 def impatient_group():
@@ -85,24 +86,14 @@ def impatient_group():
     return group
 
 
-CALLS = (
-    "all_reduce",
-    "all_reduce in shared memory",
-    "broadcast",
-    "all_gather",
-    "all_to_all",
-    "barrier",
-    "receive",
-)
+CALLS = ("all_reduce", "all_reduce in shared memory", "broadcast", "all_gather", "all_to_all", "barrier", "receive")
 
 
-@check(*CALLS, ranks=2)
+@check(*CALLS, ranks=2, most=2)
 def waits_for_a_rank_that_gives_up(name):
     """The others leave their waits with an error that names it; other groups, and new ones, work."""
-    from ppe_ddp import CommunicationError
-
     rank, size = dist.get_rank(), dist.get_world_size()
-    for _ in range(3):
+    for _ in range(2):
         group = new_group()
         calls = calls_of(group)
         dist.barrier()
@@ -112,7 +103,7 @@ def waits_for_a_rank_that_gives_up(name):
             start = monotonic()
             with pytest.raises(CommunicationError, match=f"failed: rank {size - 1} has given this group up"):
                 calls[name]()
-            assert monotonic() - start < 10
+            assert monotonic() - start < SECONDS
             with pytest.raises(CommunicationError, match=f"rank {rank} of {size}.*failed: rank {size - 1}"):
                 dist.barrier(group)
         dist.destroy_process_group(group)
@@ -124,8 +115,6 @@ def waits_for_a_rank_that_gives_up(name):
 @check(*CALLS[:-1], ranks=2)
 def waits_for_a_rank_that_does_not_come(name):
     """They end at the timeout, with an error; the rank that comes later is told."""
-    from ppe_ddp import CommunicationError
-
     rank, size = dist.get_rank(), dist.get_world_size()
     group = impatient_group()
     calls = calls_of(group)
@@ -186,12 +175,10 @@ def waits_that_an_interrupt_ends():
 @check(ranks=2)
 def a_group_that_one_rank_does_not_make():
     if dist.get_rank() == 1:
-        start = monotonic()
         with pytest.raises(
             CommunicationError, match=r"rank 1: making group .* of ranks \[0, 1\] .* of 0.5 s: rank 0 did"
         ):
             dist.new_group([0, 1], timedelta(seconds=0.5), use_local_synchronization=True)
-        assert monotonic() - start < 10
 
 
 def groups_missing_here(number):

@@ -23,28 +23,21 @@ OPTIONS = (
 
 def on_two_ranks():
     for options in tests.VARIANTS:
-        yield lambda options=options: tests.test_another_order_on_each_rank.__wrapped__(options)
-        yield lambda options=options: tests.test_one_rank_uses_only_one_of_them.__wrapped__(options)
         yield lambda options=options: own.test_a_collective_in_a_hook_of_one_parameter.__wrapped__(options)
         yield lambda options=options: own.test_a_flag_is_reduced_after_an_error_that_was_caught.__wrapped__(options)
     for make in shared.KINDS:
-        yield lambda make=make: shared.test_one_backward_in_another_order_on_each_rank.__wrapped__(make, {})
-        yield lambda make=make: shared.test_one_rank_uses_one_of_them_or_none.__wrapped__(make, {})
+        yield lambda make=make: shared.test_each_rank_ends_its_backwards_in_its_own_order.__wrapped__(make, {})
     yield lambda: shared.test_hooks_in_one_group_of_the_users.__wrapped__(shared.hook_in_the_default_group)
     yield one_rank.hold_each_wrapper
     for kind in one_rank.REFUSALS:
         yield lambda kind=kind: one_rank.test_where_it_cannot_go_on_every_rank_has_an_error.__wrapped__(kind)
-    yield tests.test_hooks_that_take_one_bucket_at_a_time.__wrapped__
-    yield tests.test_repairs.__wrapped__
-    yield tests.test_started_by_hand_in_another_order.__wrapped__
-    for overlap in (True, False):
-        yield lambda overlap=overlap: tests.test_megatron_wrappers.__wrapped__(overlap)
+    yield lambda: tests.hold_random_models(5, hooked=True)
+    yield lambda: shared.test_started_by_hand_and_ended_in_another_order.__wrapped__(shared.nothing_in_common)
     for slow in (0, 1):
         yield lambda slow=slow: own.test_a_rank_communicates_while_the_other_is_in_backward.__wrapped__(slow)
 
 
 def on_three_ranks():
-    yield tests.test_one_rank_is_slow.__wrapped__
     yield lambda: buffers.test_statistics_of_a_tower_are_those_of_a_rank_that_has_used_it.__wrapped__({})
     yield lambda: shared.hold_random_programs(0, shared.tied_weights)
     for options in tests.VARIANTS:
@@ -55,9 +48,9 @@ def report():
     """How many have passed, each once; and each way has some of each kind."""
     count = 0
     for place, options in enumerate(OPTIONS):
-        dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=30), pg_options=options)
+        dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=60), pg_options=options)
         cases = [*on_two_ranks()] if dist.get_world_size() == 2 else [*on_three_ranks()]
-        cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(3)]
+        cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(5)]
         for case in cases[place :: len(OPTIONS)]:
             case()
             count += 1

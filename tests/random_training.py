@@ -4,6 +4,7 @@ Every decision is drawn from the seed, so that each rank also knows what all the
 """
 
 import contextlib
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -95,6 +96,18 @@ def set_memory(parameters, draw):
         parameter.grad.set_(parameter.grad.clone())
 
 
+def resize(parameters, draw):
+    for parameter in parameters:
+        values = parameter.grad.clone()
+        parameter.grad.resize_(0).resize_(parameter.shape).copy_(values)
+
+
+def another_format(parameters, draw):
+    for parameter in parameters:
+        if parameter.dim() == 2:
+            parameter.grad = parameter.grad.t().contiguous().t()
+
+
 def edit(parameters, draw):
     for parameter in parameters:
         parameter.grad.mul_(2).add_(0.5)
@@ -173,6 +186,8 @@ CHANGES = [
     new_tensors,
     other_tensors_of_the_same_memory,
     set_memory,
+    resize,
+    another_format,
     edit,
     own_buffer,
     exchange,
@@ -208,7 +223,7 @@ class Training:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.draw = draw = Random(f"training {seed}")
         self.seed = seed
-        self.recipe = Recipe.random(seed)
+        self.recipe = replace(Recipe.random(seed), needs_buffer=draw.random() < 0.5)
         with torch.random.fork_rng():
             self.module = Normed(self.recipe)
         self.options = {

@@ -19,10 +19,7 @@ FURTHER = {"backend_config", "device_backend_map", "creator_fn", "extended_api",
 LEFT_OUT = {"_ensure_backend_registered", "_getframe"}
 if group_internals.creator_of("gloo") is not None:  # then what torch has registered calls it
     LEFT_OUT.add("_set_sequence_number_for_group")
-TRIALS = {
-    torch_internals: (torch_internals_check,),
-    group_internals: (group_internals_check,),
-}
+TRIALS = {torch_internals: (torch_internals_check,), group_internals: (group_internals_check,)}
 
 
 def names_of_torch():

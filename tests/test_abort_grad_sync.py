@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import test_megatron_graphs as graphs
+from failing import SECONDS
 from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, PpeDdpError
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.megatron import DistributedDataParallel as Megatron
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
@@ -42,7 +43,7 @@ def test_a_step_is_given_up_by_hand():
         if error is None:
             wrapper.abort_grad_sync("once more")  # which they know
         else:
-            assert time.monotonic() - start < 10
+            assert time.monotonic() - start < SECONDS
             assert re.search(f"rank {culprit} failed in .* the loss is no number", str(error))
             assert (error.rank, error.step, error.phase) == (culprit, 2 * culprit + 1, "begun")
             assert error.reason == "AbortedError: the loss is no number"
@@ -162,29 +163,6 @@ def test_what_has_its_averages_already_is_not_given_up():
         if step != 1:
             mean = mean_gradients(second.module, lambda model, other, step=step: square(model, other, step))
             assert_gradients(second.module, mean)
-
-
-@pytest.mark.parametrize("who", ["the rank that has failed", "the others"])
-@on_three_ranks
-def test_in_an_except_around_a_step_whose_error_came_with_the_vote(who):
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-    mean = mean_gradients(module, square)
-
-    def refuse(_):
-        raise Broken("blown")
-
-    for culprit in range(3):
-        handle = wrapper.register_comm_hook(refuse) if rank == culprit else None
-        with pytest.raises(Broken if rank == culprit else PeerAbortedError):
-            square(wrapper, rank)
-        if (rank == culprit) == (who == "the rank that has failed"):
-            wrapper.abort_grad_sync("in an except for any error")  # which all know of
-        if handle is not None:
-            handle.remove()
-        wrapper.zero_grad()
-        square(wrapper, rank)
-        assert_gradients(module, mean)
 
 
 def give_megatrons_up(model, culprit, step, how):
@@ -333,34 +311,3 @@ def test_megatrons_wrapper_on_one_rank(tmp_path):
             graphs.hold(model, graphs.mean_of(model.module, (0, 1, {"taken": [1]})))
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("who", [(1,), (0, 1)], ids=["the rank that has failed", "both"])
-@pytest.mark.parametrize("blocks", [False, True])
-@on_two_ranks
-def test_of_two_wrappers_in_one_backward_the_one_that_has_not_failed_goes_on(blocks, who):
-    """Its step is over, with its averages: what is given up would be the next one."""
-    step = 0
-
-    def average(bucket, group):
-        if step == 1 and dist.get_rank() == 1:
-            raise MemoryError("planned")
-        work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=not blocks)
-        return None if blocks else work
-
-    modules = [seeded(nn.Linear, 4, 4) for _ in range(2)]
-    failing, other = (DistributedDataParallel(modules[0], reduce_function=average), DistributedDataParallel(modules[1]))
-    for step in range(4):
-        for module in modules:
-            module.zero_grad()
-        x = torch.full((1, 4), float((step + 1) * (dist.get_rank() + 1)))
-        try:
-            (failing(x).sum() + other(x).sum()).backward()
-        except (MemoryError, PpeDdpError):
-            assert step == 1
-            for wrapper in (failing, other) if dist.get_rank() in who else ():
-                wrapper.abort_grad_sync()
-            continue
-        assert step != 1
-        for module in modules:
-            assert torch.equal(module.weight.grad, torch.full((4, 4), (step + 1) * 1.5))

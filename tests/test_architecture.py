@@ -1,6 +1,7 @@
 """The tree is the architecture: imports run one way, files and functions stay small, importing stays light."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -59,28 +60,32 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(path: Path) -> set[str]:
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names, modules = set(), {module_of(other) for other in FILES}
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ppe_ddp":
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            modules = {module_of(other) for other in FILES}
             names |= {name if name in modules else node.module for name in inner}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "ppe_ddp"}
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_run_down_the_tree(path):
-    if path == ROOT / "__init__.py":
-        return
-    own = LAYERS.index(module_of(path).split(".")[1])
-    for name in imports_of(path):
-        if name == "ppe_ddp":
-            assert own >= PUBLIC_FROM, f"{path.name} imports the public names from below"
-        else:
-            assert LAYERS.index(name.split(".")[1]) <= own, f"{path.name} imports upward: {name}"
+def test_imports_run_down_the_tree():
+    for path in FILES:
+        if path == ROOT / "__init__.py":
+            continue
+        own = LAYERS.index(module_of(path).split(".")[1])
+        for name in imports_of(path):
+            if name == "ppe_ddp":
+                assert own >= PUBLIC_FROM, f"{path.name} imports the public names from below"
+            else:
+                assert LAYERS.index(name.split(".")[1]) <= own, f"{path.name} imports upward: {name}"
 
 
 def test_there_is_no_cycle():
@@ -98,7 +103,7 @@ def test_no_class_name_occurs_twice():
     helpers = [path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
     places = defaultdict(list)
     for path in (*FILES, *helpers):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path.name)
     # Megatron-Core's users import its wrapper by the name that it has there.
@@ -106,14 +111,13 @@ def test_no_class_name_occurs_twice():
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_files_and_functions_are_small(path):
-    text = path.read_text()
-    assert text.count("\n") <= 700
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
-            assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
+def test_files_and_functions_are_small():
+    for path in FILES:
+        assert path.read_text().count("\n") <= 700, path.name
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
+                assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
 
 
 def test_importing_is_light():
@@ -125,9 +129,8 @@ def test_importing_is_light():
     assert "ppe_ddp.ddp" in new
 
 
-@pytest.mark.parametrize("name", [name for name in ppe_ddp.__all__])
-def test_public_names_are_documented(name):
-    assert getattr(ppe_ddp, name).__doc__
+def test_public_names_are_documented():
+    assert [name for name in ppe_ddp.__all__ if not getattr(ppe_ddp, name).__doc__] == []
 
 
 def test_contributing_names_files_that_exist():

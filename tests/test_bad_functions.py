@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, FunctionError, PeerAbortedError, average, broadcast, overlapped
@@ -207,11 +206,7 @@ def hook_whose_callback_raises(state, bucket):
     [
         (refuse, Refused, "not today"),
         (hook_whose_callback_raises, RuntimeError, "not today"),
-        (
-            hook_that_returns_a_tensor,
-            FunctionError,
-            r"hook Turns returned Tensor .*must return a torch\.futures",
-        ),
+        (hook_that_returns_a_tensor, FunctionError, r"hook Turns returned Tensor .*must return a torch\.futures"),
         (hook_whose_future_holds_text, FunctionError, "the Future of communication hook Turns holds str"),
         (hook_whose_future_is_short, FunctionError, r"hook Turns holds 1 elements, the bucket has \d+"),
     ],
@@ -273,11 +268,7 @@ class Counting(nn.Module):
     [
         (refuse, Refused, "not today"),
         (refuse_in_the_future, Refused, "not today"),
-        (
-            number,
-            FunctionError,
-            r"rank \d: broadcast_function returned int; it must change the",
-        ),
+        (number, FunctionError, r"rank \d: broadcast_function returned int; it must change the"),
     ],
 )
 @on_two_ranks
@@ -290,42 +281,3 @@ def test_a_broadcast_function_that_is_wrong(wrong, error, text):
     counts = [None] * 2
     dist.all_gather_object(counts, wrapper.module.count)
     assert torch.equal(*counts)
-
-
-class Late(nn.Module):
-    """Nobody expects the gradient of its inner map, inside a reentrant checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.outer(checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True))
-
-
-def refuse_what_is_late(bucket, group):
-    if any(name.startswith("inner") for name in bucket.names()):
-        raise Refused("late")
-    return average(bucket, group)
-
-
-@on_two_ranks
-def test_gradients_that_came_late_are_not_lost():
-    gc.collect()  # wrappers of other tests, whose functions block: this one would take turns with them
-    rank = dist.get_rank()
-    turns = Turns(average, refuse_what_is_late)
-    wrapper = DistributedDataParallel(seeded(Late), reduce_function=turns)
-    expected = mean_gradients(wrapper.module, square)
-    own = mean_gradients(wrapper.module, lambda model, _: square(model, rank), world_size=1)
-    for step, culprit in enumerate((None, 0, None, None, 1, None)):
-        wrapper.zero_grad()
-        turns.fails = rank == culprit
-        if culprit is None:
-            square(wrapper, rank)
-            # After a failure the ranks connect again when backward is over: nothing comes late then.
-            assert wrapper.trace().repaired == (() if step in (2, 5) else ("inner.weight", "inner.bias"))
-            assert_gradients(wrapper.module, expected)
-            continue
-        with pytest.raises(Refused if turns.fails else PeerAbortedError, match="late"):
-            square(wrapper, rank)
-        assert_gradients(wrapper.module, own, rtol=0, atol=0)

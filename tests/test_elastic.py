@@ -55,7 +55,7 @@ def test_a_replacement_joins_and_has_what_the_others_have():
 
 
 def test_compressors_go_along():
-    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3", "--compressed")
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--compressed")
 
 
 def test_two_are_killed_at_once():

@@ -7,20 +7,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import failing_shards
-from failing import LATE, WAYS, FailingNet, Refused, Switch
-from one_process import assert_gradients, data, gradients, mean_gradients, mean_of, seeded, square
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, average
-from ppe_ddp.engine import bucket
+from failing import WAYS, FailingNet, Refused, Switch
+from one_process import data, gradients, mean_of, seeded, square
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
-from rank_tests import VARIANTS, each_variant, on_three_ranks, on_two_ranks
-
-BEFORE_AND_CULPRIT = [("nothing", 0), ("zeros", 1), ("averages", 2), ("own", 0)]
-FAILURES = ("before", "after", "in_the_wait", "in_packing", "in_the_broadcast", "in_backward")
+from rank_tests import on_three_ranks
 
 
 def own_gradients(module, step):
@@ -53,107 +47,6 @@ def failed(step, model):
     except (Refused, RuntimeError):
         return True
     return False
-
-
-def nothing(wrapper, _rank):
-    wrapper.zero_grad()
-
-
-def zeros(wrapper, rank):
-    square(wrapper, rank)
-    wrapper.zero_grad(set_to_none=False)
-
-
-def averages(wrapper, rank):
-    wrapper.zero_grad()
-    square(wrapper, rank)
-
-
-def own(wrapper, rank):
-    wrapper.zero_grad()
-    with wrapper.no_sync():
-        square(wrapper, rank)
-
-
-PREPARATIONS = {way.__name__: way for way in (nothing, zeros, averages, own)}
-
-
-@each_variant
-@on_three_ranks
-def test_gradients_are_as_they_were(options):
-    rank, variant = dist.get_rank(), VARIANTS.index(options)
-    for place, (way, (before, culprit)) in enumerate(itertools.product(FAILURES, BEFORE_AND_CULPRIT)):
-        if (place + place // len(BEFORE_AND_CULPRIT) + variant) % 2:  # each pair of way and preparation in two variants
-            continue
-        switch = Switch()
-        plugs = {"bucket_cap_mb": 4e-5, **WAYS[way](switch), **options}
-        patch, fuse = plugs.pop("patch", None), plugs.pop("own", None)
-        module = seeded(FailingNet, fuse)
-        wrapper = DistributedDataParallel(module, **plugs)
-        with pytest.MonkeyPatch.context() as patches:
-            if patch is not None:
-                patches.setattr(bucket, "fill", patch)
-            PREPARATIONS[before](wrapper, rank)
-            if rank == culprit:
-                switch.left = 0 if way == "in_the_broadcast" else 1
-            there = gradients(module)
-            expected = own_gradients(module, lambda model: square(model, rank))
-            has_failed = failed(lambda model: square(model, rank), wrapper)
-            switch.left = -1
-        assert has_failed or (rank != culprit and way in LATE), (way, before)
-        if has_failed:  # in the second bucket of three, perhaps as soon as it is complete
-            unreached = () if "overlap" in options else ("layers.0.",)
-            assert_same_bits(gradients(module), expected, there, unreached)
-        if way not in (*LATE, "in_backward"):
-            tables = [None] * dist.get_world_size()
-            dist.all_gather_object(tables, gradients(module))
-            wrapper.finish_grad_sync()
-            assert_gradients(module, mean_of(tables, len(tables)))
-
-
-class Mixed(nn.Module):
-    """A sparse table, and a map inside a reentrant checkpoint, whose gradients nobody expects."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(6, 4, sparse=True)
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        x = x + self.table(torch.arange(len(x)) % 3 + int(x[0, 0] > 0))  # other rows on other ranks
-        return self.outer(checkpoint(self.inner, x.detach().requires_grad_(), use_reentrant=True) + x)
-
-
-@pytest.mark.parametrize("refused", ["inner", "outer"])
-@on_two_ranks
-def test_sparse_and_late_gradients_are_as_they_were(refused):
-    rank, switch = dist.get_rank(), Switch()
-
-    def reduce(bucket, group):
-        if any(name.startswith(refused) for name in bucket.names()):
-            switch.refuse()
-        return average(bucket, group)
-
-    module = seeded(Mixed)
-    wrapper = DistributedDataParallel(module, reduce_function=reduce)
-    mean = mean_gradients(module, square)
-    for culprit in range(2):
-        for _ in range(2):
-            wrapper.zero_grad()
-            square(wrapper, rank)
-            assert_gradients(module, mean)
-        assert wrapper.trace().repaired == ("inner.weight", "inner.bias")
-        wrapper.zero_grad()
-        expected = own_gradients(module, lambda model: square(model, rank))
-        switch.left = 0 if rank == culprit else -1
-        assert failed(lambda model: square(model, rank), wrapper)
-        switch.left = -1
-        unreached = ("inner.", "table.") if refused == "outer" else ()
-        assert_same_bits(gradients(module), expected, dict.fromkeys(expected), unreached)
-        tables = [None] * 2
-        dist.all_gather_object(tables, gradients(module))
-        wrapper.finish_grad_sync()
-        assert_gradients(module, mean_of(tables, 2))
 
 
 @pytest.mark.parametrize("way", ["in_packing", *failing_shards.SCATTERS])

@@ -9,18 +9,20 @@ import fault_suite
 from fault_suite import FaultCase
 from rank_tests import on_two_ranks
 
+TIMEOUT = 60.0  # for which nobody waits, on a machine that may be busy
 CASES = [
-    FaultCase("none", kind, random.Random(kind).choice(phases), random.Random(kind).randrange(fault_suite.RANKS), 1)
+    FaultCase("none", kind, random.Random(kind).choice(phases), random.Random(kind).randrange(3), 1, timeout=TIMEOUT)
     for kind, phases in fault_suite.KINDS.items()
-    if kind != "cut network"
+    if kind not in fault_suite.LATE
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.kind.replace(" ", "-"))
 def test_all_are_told(case):
     outcome = fault_suite.run(case)
+    complaints = outcome.complaints(case, known_seconds=TIMEOUT)
     texts = [one["text"] for one in outcome.seen.values()]
-    assert not outcome.complaints(case), f"{case}: {outcome.complaints(case)}\n{texts}\n{outcome.errors[-2000:]}"
+    assert not complaints, f"{case}: {complaints}\n{texts}\n{outcome.errors[-2000:]}"
 
 
 @pytest.mark.nodes(long=True)

@@ -37,17 +37,6 @@ def backward(*some):
 # --- hooks of ours
 
 
-def test_every_gradient_is_reported_with_its_index_once_it_is_there():
-    ours = parameters()
-    ours[1].requires_grad_(False)
-    listener = Listener(ours)
-    backward(ours[2], ours[0], ours[2])
-    assert listener.told == [(2, True), (0, True), (2, True)]
-    listener.hooks.remove()
-    backward(ours[2])
-    assert len(listener.told) == 3
-
-
 def test_ours_comes_before_the_hooks_that_were_there():
     (parameter,), order = parameters(1), []
     parameter.register_post_accumulate_grad_hook(lambda _: order.append(("user", len(listener.told))))
@@ -55,15 +44,6 @@ def test_ours_comes_before_the_hooks_that_were_there():
     parameter.register_post_accumulate_grad_hook(lambda _: order.append(("later", len(listener.told))))
     backward(parameter)
     assert order == [("user", 1), ("later", 1)]
-
-
-def test_a_users_hook_can_still_be_removed():
-    (parameter,), calls = parameters(1), []
-    handle = parameter.register_post_accumulate_grad_hook(calls.append)
-    listener = Listener([parameter])
-    handle.remove()
-    backward(parameter)
-    assert (len(listener.told), calls) == (1, [])
 
 
 def test_all_owners_of_a_parameter_hear():
@@ -94,32 +74,6 @@ def test_an_owner_that_is_gone_is_not_kept_by_its_hooks():
     second = Listener(ours)
     backward(*ours)
     assert second.told == [(0, True)]
-
-
-def test_a_parameter_is_recorded_until_recording_stops():
-    ours = parameters()
-    listener = Listener(ours)
-    listener.hooks.start_recording([0, 2])
-    backward(ours[2], ours[1], ours[0])
-    assert listener.told == [(1, True)]
-    assert listener.hooks.take_recorded() == [2, 0]
-    assert listener.hooks.take_recorded() == []
-    backward(ours[0])
-    listener.hooks.stop_recording()
-    backward(ours[2])
-    assert listener.told == [(1, True), (2, True)]
-    assert listener.hooks.take_recorded() == [0]
-
-
-def test_notes_of_the_last_backward_are_forgotten():
-    ours = parameters()
-    listener = Listener(ours)
-    listener.hooks.start_recording([0])
-    backward(ours[0])
-    listener.hooks.stop_recording()
-    listener.hooks.start_recording([1])
-    backward(ours[1])
-    assert listener.hooks.take_recorded() == [1]
 
 
 @pytest.mark.parametrize("ends", ["stop_recording", "remove"])
@@ -189,20 +143,6 @@ def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_aver
     assert user.calls == [1, 2, 0]
 
 
-def test_hooks_are_deferred_once_and_new_ones_are_found():
-    user = Waiting(1)
-    user.hooks.defer()
-    user.hooks.defer()
-    later = []
-    user.parameters[0].register_post_accumulate_grad_hook(later.append)
-    user.hooks.defer()
-    user.listener.is_synchronizing = True
-    backward(*user.parameters)
-    assert (user.calls, later) == ([], [])
-    user.hooks.run(bytes([1]), None)
-    assert (user.calls, len(later)) == ([0], 1)
-
-
 def test_a_hook_that_is_removed_while_it_is_deferred_is_not_called():
     user = Waiting(2)
     user.hooks.defer()
@@ -270,17 +210,3 @@ def test_sequences_that_begin_alike_are_told_apart():
         assert found == sequence
         found.append(9)  # which is the caller's
     hooks.stop_recording()
-
-
-def test_another_choice_of_what_is_recorded_counts():
-    ours = parameters()
-    listener = Listener(ours)
-    for without in ({1}, {2}, ()):
-        listener.told.clear()
-        listener.hooks.start_recording([0, 1, 2], without)
-        backward(*ours)
-        assert [index for index, _ in listener.told] == [*without]
-        assert listener.hooks.take_recorded() == [i for i in range(3) if i not in without]
-        listener.hooks.stop_recording()
-    backward(ours[0])
-    assert listener.told[-1] == (0, True)

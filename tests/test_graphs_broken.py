@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from rank_tests import each_variant, on_three_ranks, on_two_ranks
+from rank_tests import each_variant, on_two_ranks
 
 
 class Broken(Exception):
@@ -40,12 +39,11 @@ class Fused(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
-    def forward(self, x, place=None, reentrant=False):
+    def forward(self, x, place=None):
         x = x.clone().requires_grad_()
         for k, layer in enumerate(self.layers):
             x = Fuse.apply(x, place == k)
-            x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
-            x = torch.tanh(x)
+            x = torch.tanh(layer(x))
         return Fuse.apply(x, place == len(self.layers))
 
 
@@ -75,67 +73,6 @@ def test_on_all_ranks_and_a_fresh_step(place, options):
             step(wrapper, dist.get_rank())
         assert_gradients(wrapper.module, expected)
         assert_same_on_all_ranks(wrapper.module)
-
-
-@each_place
-@each_variant
-@on_three_ranks
-def test_on_one_rank_alone_the_others_are_told(place, options):
-    rank = dist.get_rank()
-    wrapper = DistributedDataParallel(seeded(Fused), **options)
-    expected = mean_gradients(wrapper.module, step)
-    for turn in range(3):
-        if rank == turn:
-            with pytest.raises(Broken, match="blown"):
-                step(wrapper, rank, place=place)
-        else:
-            with pytest.raises(PeerAbortedError, match=f"rank {rank}: rank {turn} failed in the .* of its backward"):
-                step(wrapper, rank)
-        for _ in range(2):
-            wrapper.zero_grad()
-            step(wrapper, rank)
-            assert_gradients(wrapper.module, expected)
-            assert_same_on_all_ranks(wrapper.module)
-
-
-@each_place
-@on_two_ranks
-def test_inside_a_reentrant_checkpoint(place):
-    rank = dist.get_rank()
-    wrapper = DistributedDataParallel(seeded(Fused))
-    expected = mean_gradients(wrapper.module, step)
-    for turn in range(2):
-        with pytest.raises(Broken if rank == turn else PeerAbortedError):
-            step(wrapper, rank, place=place if rank == turn else None, reentrant=True)
-        wrapper.zero_grad()
-        step(wrapper, rank, reentrant=True)
-        assert_gradients(wrapper.module, expected)
-
-
-@on_two_ranks
-def test_in_a_module_that_is_frozen_on_one_rank():
-    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(Fused))
-    expected = mean_gradients(wrapper.module, step)
-    wrapper.module.requires_grad_(rank == 0)
-    with pytest.raises(Broken if rank == 1 else PeerAbortedError):
-        step(wrapper, rank, place=2 if rank == 1 else None)
-    wrapper.requires_grad_(True)
-    wrapper.zero_grad()
-    step(wrapper, rank)
-    assert_gradients(wrapper.module, expected)
-
-
-@on_two_ranks
-def test_before_the_module_is_reached():
-    # In the loss, on all ranks: nothing was said to anybody, so nothing is left over.
-    wrapper = DistributedDataParallel(seeded(Fused))
-    expected = mean_gradients(wrapper.module, step)
-    for _ in range(2):
-        with pytest.raises(Broken):
-            Fuse.apply(wrapper(data(5, 4)), True).sum().backward()
-        assert wrapper.trace() is None
-    step(wrapper, dist.get_rank())
-    assert_gradients(wrapper.module, expected)
 
 
 @on_two_ranks
@@ -172,25 +109,6 @@ def test_in_no_sync_nobody_else_hears_of_it():
         wrapper.zero_grad()
     step(wrapper, rank)
     assert_gradients(wrapper.module, expected)
-
-
-@on_two_ranks
-def test_the_gradients_of_the_others_are_still_there():
-    rank = dist.get_rank()
-    wrapper = DistributedDataParallel(seeded(Fused))
-    if rank == 0:
-        with pytest.raises(Broken):
-            step(wrapper, rank, place=0)
-    else:
-        with pytest.raises(PeerAbortedError, match="zero them and go on"):
-            step(wrapper, rank)
-        # What rank 0 had given before its error may be in or not; what is here is a gradient of every layer.
-        assert all(parameter.grad is not None for parameter in wrapper.parameters())
-    with pytest.raises(PeerAbortedError) if rank else pytest.raises(Broken):
-        step(wrapper, rank, place=None if rank else 3)
-    wrapper.zero_grad()
-    step(wrapper, rank)
-    assert_gradients(wrapper.module, mean_gradients(wrapper.module, step))
 
 
 class Normed(Fused):

@@ -1,4 +1,4 @@
-"""Buffers that forward writes: their broadcast leaves graphs that still need them alone."""
+"""Buffers that forward writes: who has which, beside what the laws hold of graphs that need them (law_models.py)."""
 
 import contextlib
 import copy
@@ -8,190 +8,68 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import assert_same_on_all_ranks, data, gradients, mean_of, seeded
+from one_process import data, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
 from rank_tests import on_three_ranks, on_two_ranks
 
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
-
 
 class Scaled(nn.Module):
-    """Divides by a running scale that each forward writes: in place, or as a new tensor."""
+    """Divides by a running scale that each forward writes in place."""
 
-    def __init__(self, in_place):
+    def __init__(self):
         super().__init__()
-        self.in_place = in_place
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
         self.register_buffer("scale", torch.ones(4))
 
     def forward(self, x):
-        new = self.scale * 0.5 + x.detach().abs().mean(0)
-        if self.in_place:
-            self.scale.copy_(new)
-        else:
-            self.scale = new
-        return x / self.scale
+        x = self.first(x)
+        self.scale.copy_(self.scale * 0.5 + x.detach().abs().mean(0))
+        return self.last(torch.tanh(x / self.scale))
 
 
-def batch_norm():
-    return nn.BatchNorm1d(4)
-
-
-def new_scale():
-    return Scaled(in_place=False)
-
-
-def scale_in_place():
-    return Scaled(in_place=True)
-
-
-class Net(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.first, self.layer, self.last = nn.Linear(3, 4), layer(), nn.Linear(4, 2)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.layer(self.first(x))))
-
-
-def loss(model, rank, step):
-    return model(data(5, 3, rank=rank, step=step)).pow(2).sum()
-
-
-def retained(model, rank, step):
-    value = loss(model, rank, step)
-    for retain in (True, True, False):
-        value.backward(retain_graph=retain)
-        yield
-
-
-def two_losses(model, rank, step):
-    output = model(data(5, 3, rank=rank, step=step))
-    output.pow(2).sum().backward(retain_graph=True)
-    yield
-    output.exp().sum().backward()
-    yield
-
-
-def two_forwards(model, rank, step):
-    values = loss(model, rank, step), loss(model, rank, step + 100)
-    for value in values:
-        value.backward()
-        yield
-
-
-def one_rank_retains(model, rank, step):
-    value = loss(model, rank, step)
-    value.backward(retain_graph=rank == 1)
-    yield
-    (value if rank == 1 else loss(model, rank, step + 100)).backward()
-    yield
-
-
-def trained_and_evaluated(model, rank, step):
-    model.train(rank == 0)
-    first = loss(model, rank, step)
-    first.backward(retain_graph=True)
-    yield
-    model.train(rank == 1)
-    second = loss(model, rank, step + 100)
-    first.backward()
-    yield
-    second.backward()
-    model.train()
-    yield
-
-
-def hold(layer, steps, *, keeps=False, **options):
-    """Hold a wrapper to all ranks in one process, whose buffers are the first writer's after each backward."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    wrapper = DistributedDataParallel(seeded(Net, layer), **options)
-    twins = [copy.deepcopy(wrapper.module) for _ in range(world_size)]
-    kept = list(wrapper.buffers()) if keeps else []
-    shared = [buffer.clone() for buffer in wrapper.buffers()]
-    for number, step in enumerate(steps):
-        for model in (wrapper, *twins):
-            model.zero_grad()
-        runs = [step(twin, r, number) for r, twin in enumerate(twins)]
-        # One rank's buffers are given to the others when the graphs are gone: no graph may see them.
-        for k, _ in enumerate(zip(step(wrapper, rank, number), *runs, strict=True)):
-            means = mean_of([gradients(twin) for twin in twins], world_size)
-            for twin in twins:
-                for name, parameter in twin.named_parameters():
-                    parameter.grad = means[name].clone()
-            for name, parameter in wrapper.module.named_parameters():
-                torch.testing.assert_close(parameter.grad, means[name], msg=lambda t, at=(k, name): f"{at}: {t}")
-            assert_same_on_all_ranks(wrapper.module)
-            writers = [twin for twin in twins if not all(map(torch.equal, twin.buffers(), shared))]
-            first = {name: buffer.clone() for name, buffer in [*writers, twins[0]][0].named_buffers()}
-            shared = list(first.values())
-            for twin in twins:
-                for name in first:
-                    owner, _, key = name.rpartition(".")
-                    setattr(twin.get_submodule(owner), key, first[name].clone())
-            torch.testing.assert_close(dict(wrapper.module.named_buffers()), first)
-    assert all(mine is now for mine, now in zip(kept, wrapper.buffers(), strict=False))
-
-
-STEPS = [retained, two_losses, two_forwards, one_rank_retains]
-
-
-@pytest.mark.parametrize("layer", [batch_norm, new_scale], ids=lambda layer: layer.__name__)
-@on_two_ranks
-def test_backwards_through_buffers_that_forward_writes(layer):
-    for options in VARIANTS:
-        hold(layer, [*STEPS, *STEPS[::-1]], **options)
+def loss(model, step):
+    return model(data(5, 3, rank=dist.get_rank(), step=step)).pow(2).sum()
 
 
 @on_two_ranks
-def test_batch_norm_trained_on_one_rank_and_evaluated_on_the_other():
-    hold(batch_norm, [trained_and_evaluated, *STEPS, trained_and_evaluated])
-
-
-@on_two_ranks
-def test_a_scale_written_in_place_survives_as_long_as_it_does_in_one_process():
-    hold(scale_in_place, [retained, two_losses, retained])
-
-
-@on_three_ranks
-def test_buffers_on_three_ranks():
-    hold(batch_norm, STEPS)
-
-
-@on_two_ranks
-def test_buffers_that_the_user_holds_stay_the_same_tensors():
-    hold(batch_norm, [*STEPS, *STEPS], keeps=True)
-
-
-@on_two_ranks
-def test_a_broadcast_function_gets_the_same_tensors_on_every_rank():
+def test_buffers_that_the_user_holds_stay_the_same_tensors_and_a_broadcast_function_gets_the_same_everywhere():
     lists = []
 
     def function(tensors, group):
         lists.append([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
         return broadcast(tensors, group)
 
-    hold(batch_norm, [one_rank_retains, two_losses], broadcast_function=function)
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, lists)
-    assert tables[0] == tables[1]
+    wrapper = DistributedDataParallel(
+        seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))), broadcast_function=function
+    )
+    kept = list(wrapper.buffers())
+    for step in range(3):
+        value = loss(wrapper, step)
+        value.backward(retain_graph=dist.get_rank() == 1)
+        (value if dist.get_rank() == 1 else loss(wrapper, 100 + step)).backward()
+    everyone = [None] * 2
+    dist.all_gather_object(everyone, (lists, kept))
+    (lists, buffers), (theirs, others) = everyone
+    assert lists == theirs
+    assert all(map(torch.equal, buffers, others))
+    assert all(mine is now for mine, now in zip(kept, wrapper.buffers(), strict=True))
 
 
 @on_two_ranks
 def test_a_graph_whose_buffer_cannot_be_spared_is_refused_by_autograd():
-    wrapper = DistributedDataParallel(seeded(Net, scale_in_place))
-    kept = wrapper.module.layer.scale
-    value = loss(wrapper, dist.get_rank(), 0)
+    wrapper = DistributedDataParallel(seeded(Scaled))
+    kept = wrapper.module.scale
+    value = loss(wrapper, 0)
     value.backward(retain_graph=True)
-    everyone = [None] * dist.get_world_size()
+    everyone = [None] * 2
     dist.all_gather_object(everyone, kept)
     assert torch.equal(everyone[0], everyone[1])
-    if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            value.backward()
-    else:
-        with pytest.raises(PeerAbortedError, match="rank 1 failed in the"):
-            value.backward()
-    loss(wrapper, dist.get_rank(), 1).backward()
+    error = RuntimeError if dist.get_rank() == 1 else PeerAbortedError
+    with pytest.raises(
+        error, match="modified by an inplace operation" if dist.get_rank() == 1 else "rank 1 failed in the"
+    ):
+        value.backward()
+    loss(wrapper, 1).backward()
 
 
 class Towers(nn.Module):

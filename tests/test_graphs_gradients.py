@@ -1,19 +1,13 @@
-"""Changes of ``.grad`` between two backwards: the next averages are those of one process."""
-
-import copy
-import itertools
+"""Gradients that a user puts into ``.grad`` before a backward; other changes of them are in random_training.py."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, seeded
+from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from rank_tests import on_two_ranks
-
-VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
+from rank_tests import each_variant, on_two_ranks
 
 
 class Layers(nn.Module):
@@ -29,161 +23,8 @@ class Layers(nn.Module):
         return x
 
 
-def weights(module):
-    return [layer.weight for layer in module.layers]
-
-
-def new_data(module):
-    for parameter in module.parameters():
-        parameter.grad.data = parameter.grad.data.clone()
-
-
-def cast_there_and_back(module):
-    module.double()
-    module.float()
-
-
-def exchange_data(module):
-    first, second, third = (weight.grad for weight in weights(module))
-    first.data, second.data, third.data = second.data, third.data, first.data
-
-
-def turn_data(module):
-    for weight in weights(module):
-        weight.grad.data = weight.grad.data.t()
-
-
-def set_memory(module):
-    for parameter in module.parameters():
-        parameter.grad.set_(parameter.grad.clone())
-
-
-def resize(module):
-    for parameter in module.parameters():
-        shape, values = parameter.shape, parameter.grad.clone()
-        parameter.grad.resize_(0).resize_(shape).copy_(values)
-
-
-def swap_with_another(module):
-    for parameter in module.parameters():
-        gradient = parameter.grad
-        parameter.grad = None
-        torch.utils.swap_tensors(gradient, gradient.clone())
-        parameter.grad = gradient
-
-
-def exchange(module):
-    first, second, third = weights(module)
-    first.grad, second.grad, third.grad = third.grad, first.grad, second.grad
-
-
-def share(module):
-    first, second, third = weights(module)
-    first.grad = third.grad = second.grad
-
-
-def share_memory(module):
-    first, second, third = weights(module)
-    first.grad = second.grad.view(3, 3)
-    third.grad = second.grad.t()
-
-
-def detach(module):
-    for parameter in module.parameters():
-        parameter.grad = parameter.grad.detach()
-
-
-def another_format(module):
-    for weight in weights(module):
-        weight.grad = weight.grad.t().contiguous().t()
-
-
-def another_dtype(module):
-    for parameter in module.parameters():
-        parameter.grad.data = parameter.grad.data.double()
-
-
-def make_sparse(module):
-    for weight in weights(module):
-        weight.grad = weight.grad.to_sparse()
-
-
-def require_grad(module):
-    for parameter in module.parameters():
-        parameter.grad.requires_grad_()
-
-
-def own_values(module):
-    for parameter in module.parameters():
-        parameter.grad = torch.full_like(parameter, 0.5)
-
-
-def edit(module):
-    for parameter in module.parameters():
-        parameter.grad.add_(1).mul_(2)
-
-
-CHANGES = [
-    new_data,
-    cast_there_and_back,
-    exchange_data,
-    turn_data,
-    set_memory,
-    resize,
-    swap_with_another,
-    exchange,
-    share,
-    share_memory,
-    detach,
-    another_format,
-    another_dtype,
-    make_sparse,
-    require_grad,
-    own_values,
-    edit,
-]
-
-
 def backward(model, rank, step):
     model(data(4, 3, rank=rank, step=step), rank).pow(2).sum().backward()
-
-
-class OneProcess:
-    """All ranks in one process."""
-
-    def __init__(self, module):
-        self.twins = [copy.deepcopy(module) for _ in range(dist.get_world_size())]
-
-    def average(self):
-        means = mean_of([gradients(twin) for twin in self.twins], len(self.twins))
-        for twin in self.twins:
-            for name, parameter in twin.named_parameters():
-                if means[name] is not None:
-                    means[name] = means[name].to(parameter.dtype)
-                    parameter.grad = means[name].clone()
-        return means
-
-
-@each_variant
-@on_two_ranks
-def test_changed_gradients_are_averaged_as_they_are(options):
-    rank = dist.get_rank()
-    wrapper = DistributedDataParallel(seeded(Layers), **options)
-    one_process = OneProcess(wrapper.module)
-    actors = [*enumerate(one_process.twins), (rank, wrapper.module)]
-    plans = itertools.product(CHANGES, [[0, 1], [0], [1]], [True, False])
-    for step, (change, ranks, zeroes) in enumerate([(None, [], True), *plans]):
-        for r, module in actors:
-            if zeroes:
-                module.zero_grad(set_to_none=False)
-            if r in ranks:
-                change(module)
-            backward(wrapper if module is wrapper.module else module, r, step)
-        try:
-            assert_gradients(wrapper.module, one_process.average())
-            assert_same_on_all_ranks(wrapper.module)
-        except AssertionError as error:
-            raise AssertionError(f"after {change} on ranks {ranks}, zeroed {zeroes}: {error}") from error
 
 
 @each_variant
@@ -191,23 +32,19 @@ def test_changed_gradients_are_averaged_as_they_are(options):
 def test_memory_of_the_users_own_gets_the_averages(options):
     rank = dist.get_rank()
     wrapper = DistributedDataParallel(seeded(Layers), **options)
-    one_process = OneProcess(wrapper.module)
     parameters = list(wrapper.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
     views = [view.view_as(p) for view, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
     for step in range(4):
         flat.zero_()
+        expected = mean_gradients(wrapper.module, lambda model, rank, step=step: backward(model, rank, step))
         if step in (1, 3) or rank == 0:
             for parameter, view in zip(parameters, views, strict=True):
                 parameter.grad = view
         backward(wrapper, rank, step)
-        for r, twin in enumerate(one_process.twins):
-            twin.zero_grad(set_to_none=False)
-            backward(twin, r, step)
-        means = one_process.average()
-        assert_gradients(wrapper.module, means)
+        assert_gradients(wrapper.module, expected)
         if step in (1, 3) or rank == 0:
-            torch.testing.assert_close(flat, torch.cat([mean.flatten() for mean in means.values()]))
+            torch.testing.assert_close(flat, torch.cat([mean.flatten() for mean in expected.values()]))
         wrapper.zero_grad()
 
 
@@ -215,17 +52,13 @@ def test_memory_of_the_users_own_gets_the_averages(options):
 @on_two_ranks
 def test_a_gradient_that_no_average_fits_into_is_replaced(options):
     # Expanded, for a parameter that only the other rank uses: one process never writes there.
-    rank = dist.get_rank()
-    wrapper = DistributedDataParallel(seeded(Layers), **options)
-    one_process = OneProcess(wrapper.module)
-    for step in range(2):
-        for r, module in [*enumerate(one_process.twins), (rank, wrapper.module)]:
-            module.zero_grad()
-            if r == 1:
-                module.layers[2].weight.grad = torch.ones(1, 3).expand(3, 3)
-            backward(wrapper if module is wrapper.module else module, r, step)
-        assert_gradients(wrapper.module, one_process.average())
-        assert_same_on_all_ranks(wrapper.module)
+    def step(model, rank):
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        if rank == 1:
+            inner.layers[2].weight.grad = torch.ones(1, 3).expand(3, 3)
+        backward(model, rank, 0)
+
+    check(seeded(Layers), step, **options)
 
 
 @on_two_ranks

@@ -1,24 +1,12 @@
 """Any parameter: frozen, added, moved, cast, shared, sparse, of any dtype, shape and memory format."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from one_process import (
-    assert_gradients,
-    assert_same_on_all_ranks,
-    check,
-    data,
-    gradients,
-    mean_gradients,
-    mlp,
-    seeded,
-    square,
-)
+from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_two_ranks
 
@@ -57,22 +45,6 @@ def test_frozen_and_thawed(options):
     assert all(parameter.grad is None for parameter in module.parameters())
     module.requires_grad_(True)
     hold(wrapper)
-
-
-@each_variant
-@on_two_ranks
-def test_frozen_on_one_rank_alone(options):
-    module = seeded(mlp, 4, 4, 2)
-    tables = mean_gradients(module, lambda model, rank: square(model, 1), world_size=1)
-    both = mean_gradients(module, square)
-    expected = both | {name: tables[name] / 2 for name in tables if name.startswith("0.")}
-    wrapper = DistributedDataParallel(module, **options)
-    if dist.get_rank() == 0:
-        module[0].requires_grad_(False)
-    for _ in range(3):
-        wrapper.zero_grad()
-        square(wrapper, dist.get_rank())
-        assert_gradients(module, expected)
 
 
 class Growing(nn.Module):
@@ -159,41 +131,6 @@ def test_another_dtype_at_the_same_address():
         parameter.grad = None
     hold(wrapper, step, rtol=1e-2, atol=1e-2)
     assert all(parameter.grad.dtype == torch.float16 for parameter in module.parameters())
-
-
-class Mixed(nn.Module):
-    """Parameters of many dtypes, some without elements, none of which autograd would mix by itself."""
-
-    DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128)
-
-    def __init__(self):
-        super().__init__()
-        self.items = nn.ParameterList(nn.Parameter(torch.randn(3, 2).to(dtype)) for dtype in self.DTYPES * 2)
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x, skip):
-        total = (self.empty.sum() + self.scalar) * x.mean()
-        for k, item in enumerate(self.items):
-            if k % 5 != skip:
-                value = (item * (k + 1)).pow(2) * x.to(item.dtype)
-                if value.is_complex():
-                    value = value * (1 + 2j)
-                total = total + (value.imag + value.real if value.is_complex() else value).sum().float()
-        return total
-
-
-@each_variant
-@on_two_ranks
-def test_dtypes_complex_and_zero_size(options):
-    def step(model, rank):
-        model(data(3, 2, rank=rank), skip=rank).backward()
-
-    wrapper = check(seeded(Mixed), step, tolerance={"rtol": 2e-2, "atol": 2e-2}, **options)
-    for parameter in wrapper.parameters():
-        assert parameter.grad.dtype == parameter.dtype
-        assert parameter.grad.shape == parameter.shape
-    assert wrapper.module.items[4].grad.imag.abs().sum() > 0
 
 
 class Strange(nn.Module):
@@ -314,53 +251,6 @@ def test_gradients_that_the_user_keeps_stay_as_they_were(n, options):
             torch.testing.assert_close(gradient.view(n, n), own, rtol=0, atol=0)
         for parameter in module.parameters():
             torch.testing.assert_close(parameter.grad.view(n, n), mean)
-
-
-@each_variant
-@on_two_ranks
-def test_gradients_kept_over_zero_grad_and_zeroed_in_place(options):
-    module = seeded(mlp, 4, 4, 2)
-    wrapper = DistributedDataParallel(module, **options)
-    hold(wrapper, rounds=2)
-    expected = mean_gradients(module, square)
-    for _ in range(3):
-        before = {name: parameter.grad for name, parameter in module.named_parameters()}
-        copies = gradients(module)
-        wrapper.zero_grad(set_to_none=True)
-        square(wrapper, dist.get_rank())
-        assert_gradients(module, expected)
-        for name, gradient in before.items():
-            assert torch.equal(gradient, copies[name])
-    for _ in range(3):
-        wrapper.zero_grad(set_to_none=False)
-        assert all(parameter.grad is not None for parameter in module.parameters())
-        square(wrapper, dist.get_rank())
-        assert_gradients(module, expected)
-    # Not zeroed at all: the mean of the sums is what was there plus the mean.
-    square(wrapper, dist.get_rank())
-    assert_gradients(module, {name: gradient * 2 for name, gradient in expected.items()})
-
-
-@each_variant
-@on_two_ranks
-def test_clipping_and_an_optimizer_train_as_one_process_does(options):
-    module = seeded(mlp, 4, 8, 2)
-    twin = copy.deepcopy(module)
-    wrapper = DistributedDataParallel(module, **options)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (wrapper, twin))
-    for step in range(5):
-        expected = mean_gradients(
-            twin, lambda m, rank, s=step: m(data(5, 4, rank=rank, step=s)).pow(2).sum().backward()
-        )
-        for name, parameter in twin.named_parameters():
-            parameter.grad = expected[name]
-        wrapper(data(5, 4, step=step)).pow(2).sum().backward()
-        for parameters, optimizer in ((module.parameters(), ours), (twin.parameters(), theirs)):
-            nn.utils.clip_grad_norm_(parameters, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @on_two_ranks

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import compiled_autograd
 from torch.func import functional_call
 
 from one_process import (
@@ -210,6 +209,8 @@ def test_compile_a_whole_step_with_its_backward(options):
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=str)
 @on_two_ranks
 def test_compiled_autograd_is_refused_by_name_on_all_ranks(options):
+    from torch._dynamo import compiled_autograd  # here, as it takes long and ranks have imported it
+
     rank, module = dist.get_rank(), seeded(mlp, 4, 4, 2)
     wrapper = DistributedDataParallel(module, **options)
     expected = mean_gradients(module, square)

@@ -18,7 +18,7 @@ from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.group_duplicates import close
 from rank_tests import on_three_ranks, on_two_ranks
 
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 class Refused(Exception):

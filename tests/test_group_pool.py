@@ -83,16 +83,6 @@ def test_what_all_have_closed_is_not_taken_again():
 
 
 @on_two_ranks
-def test_only_what_is_of_the_kind_that_is_wanted_is_taken():
-    world = dist.group.WORLD
-    first, second = Groups.duplicate(world), Groups.duplicate(world, shared_memory=True)
-    first.release()
-    second.release()
-    assert Groups.duplicate(world, shared_memory=True) is second
-    assert Groups.duplicate(world) is first
-
-
-@on_two_ranks
 def test_a_wrapper_that_is_dropped_after_its_last_step_has_failed_leaves_no_groups():
     before, counts = count(), []
 

@@ -37,6 +37,7 @@ RECIPES = st.builds(
     early_exit=st.booleans(),
     common_path=st.booleans(),
     container=st.integers(0, 2),
+    needs_buffer=st.booleans(),
 )
 STEPS = st.builds(TrainingStep, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
 CASES = st.builds(Case, RECIPES, st.lists(STEPS, min_size=1, max_size=3).map(tuple))
@@ -49,9 +50,7 @@ def in_place_mean(gradients, group):
 
 
 # Our own function, one of a user, and one of a user on a thread.
-PLUGS = st.sampled_from(
-    [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))],
-)
+PLUGS = st.sampled_from([Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))])
 
 # The same examples every time, so that a red run is real, and always the same time.
 laws_hold = functools.partial(

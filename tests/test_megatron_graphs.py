@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
-from ppe_ddp import NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import NonFiniteGradientError
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -103,20 +103,6 @@ def test_another_path_on_each_rank_and_in_each_micro_batch(options):
         hold(model, mean_of(model.module, *passes))
 
 
-@pytest.mark.parametrize("how", ["reentrant", "recomputed"])
-@each_variant
-@on_two_ranks
-def test_checkpoints_and_a_second_use(how, options):
-    # A reentrant checkpoint reaches its parameters unforeseen, and branch 1 twice.
-    model, rank = wrap(**options), dist.get_rank()
-    for step in range(2):
-        model.zero_grad_buffer()
-        loss(model, rank, step, taken=[1, 2, 1] if rank else [1, 3, 1, 1], how=how).backward()
-        model.finish_grad_sync()
-        passes = [(0, step, {"taken": [1, 3, 1, 1]}), (1, step, {"taken": [1, 2, 1]})]
-        hold(model, mean_of(model.module, *passes))
-
-
 class Checkpointed(nn.Module):
     """Layers that backward reaches in a graph of its own each."""
 
@@ -168,33 +154,6 @@ def test_a_second_synchronization_without_zeroing_adds_its_averages(options):
     hold(model, mean_of(model.module, *passes))
 
 
-@each_variant
-@on_two_ranks
-def test_two_losses_and_then_one_wait(options):
-    model, rank = wrap(**options), dist.get_rank()
-    loss(model, rank, 0, taken=[0]).backward()
-    loss(model, rank, 1, taken=[rank]).backward()
-    with model.no_sync():
-        loss(model, rank, 2, taken=[2]).backward()
-    if rank:
-        model.start_grad_sync()  # the other rank does so in the next call
-    model.finish_grad_sync()
-    passes = [(r, s, {"taken": [k]}) for r in range(2) for s, k in ((0, 0), (1, r), (2, 2))]
-    hold(model, mean_of(model.module, *passes))
-
-
-@each_variant
-@on_two_ranks
-def test_a_rank_without_a_backward(options):
-    model, rank = wrap(**options), dist.get_rank()
-    for step in range(3):
-        model.zero_grad_buffer()
-        if rank == step % 2:
-            loss(model, rank, step, taken=[step]).backward()
-        model.finish_grad_sync()
-        hold(model, mean_of(model.module, (step % 2, step, {"taken": [step]})))
-
-
 @on_two_ranks
 def test_buckets_that_no_rank_has_are_not_sent_and_the_others_leave_during_backward():
     model, rank = wrap(overlap_grad_reduce=True, bucket_size=1), dist.get_rank()
@@ -205,55 +164,6 @@ def test_buckets_that_no_rank_has_are_not_sent_and_the_others_leave_during_backw
     assert {name for bucket in trace.buckets for name in bucket.parameters} == used - {"unused"}
     assert trace.gradient_nbytes == sum(8 * p.numel() for n, p in model.module.named_parameters() if n in trace.agreed)
     assert not trace.repaired
-
-
-def synchronize(model, loss):
-    loss.backward()  # which hears of another rank's failure, or finish_grad_sync() does
-    model.finish_grad_sync()
-
-
-class Blown(Exception):
-    """The error that the graph raises."""
-
-
-class Fuse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise Blown
-
-
-@pytest.mark.parametrize("place", ["before", "middle"])
-@each_variant
-@on_three_ranks
-def test_an_error_in_one_backward_reaches_the_others_and_the_next_step_is_right(place, options):
-    model, rank = wrap(**options), dist.get_rank()
-    layer = model.module.head if place == "before" else model.module.branches[1]
-    overlap = options.get("overlap_grad_reduce")
-    for turn in range(3):
-        model.zero_grad_buffer()
-        if rank == turn and overlap:
-            handle = layer.register_forward_hook(lambda *args: Fuse.apply(args[2]))
-            with pytest.raises(Blown):
-                loss(model, rank, turn, taken=[1]).backward()
-            handle.remove()
-            with pytest.raises(PeerAbortedError, match=f"rank {rank}: this step has failed here already"):
-                model.finish_grad_sync()
-        elif overlap:
-            with pytest.raises(PeerAbortedError, match=f"rank {rank}: rank {turn} failed in the .* of its backward"):
-                synchronize(model, loss(model, rank, turn, taken=[1]))
-        else:
-            loss(model, rank, turn, taken=[1]).backward()
-        flag = torch.ones(1)
-        dist.all_reduce(flag)  # of the user's own: nobody waits for another rank's next step
-        assert flag.item() == 3
-        model.zero_grad_buffer()
-        loss(model, rank, turn, taken=routes(rank, turn)).backward()
-        model.finish_grad_sync()
-        hold(model, mean_of(model.module, *[(r, turn, {"taken": routes(r, turn)}) for r in range(3)]))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -1,14 +1,11 @@
 """The distributed optimizer on Megatron's wrapper: the parameters of AdamW in one process."""
 
 import copy
-import shutil
-import tempfile
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from one_process import data, mlp, seeded
 from parallel_layers import Toy, reference_gradients, whole
@@ -154,40 +151,6 @@ def test_groups_may_be_looked_at_between_micro_batches():
     optimizer.step()
 
 
-def continued(module, checkpoint=None, folder=None):
-    """One step, saved to `folder`; or the next one, after loading what is there."""
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, bucket_size=40)
-    model = DistributedDataParallel(None, config, module)
-    optimizer = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01)
-    if checkpoint is not None:
-        state = {"model": model.state_dict(), "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=checkpoint)
-        model.load_state_dict(state["model"])
-    for step in range(2) if checkpoint is None else (1,):
-        model.zero_grad_buffer()
-        x = data(4, 7, rank=dist.get_rank(), step=step)
-        model(x.to(torch.bfloat16)).float().pow(2).sum().backward()
-        finalize_model_grads([model])
-        optimizer.step()
-        if folder is not None and step == 0:
-            dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
-    optimizer.synchronize()
-    return list(module.parameters())
-
-
-@on_two_ranks
-def test_a_checkpoint_goes_on_where_it_was():
-    """Though a rank's shards begin and end anywhere in a parameter."""
-    where = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(where)
-    uninterrupted = continued(seeded(mlp, 7, 9, 5, 3).to(torch.bfloat16), folder=where[0])
-    resumed = continued(seeded(mlp, 7, 9, 5, 3).to(torch.bfloat16), checkpoint=where[0])
-    for parameter, want in zip(resumed, uninterrupted, strict=True):
-        assert torch.equal(parameter, want)
-    dist.barrier()
-    shutil.rmtree(where[0], ignore_errors=True)
-
-
 # ---------------------------------------------------------------------- one model on several ranks
 
 
@@ -293,31 +256,6 @@ def test_clipping_needs_to_know_what_is_split():
         else:
             with pytest.raises(ValueError, match=r"set parameter\.tensor_model_parallel"):
                 optimizer.clip_grad_norm_(1.0)
-
-
-@on_two_ranks
-def test_where_no_layer_is_split_a_step_that_fails_on_one_rank_is_made_good_by_the_next():
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    model = DistributedDataParallel(None, config, seeded(mlp, 5, 4, 3))
-    inner = torch.optim.SGD(model.module.parameters(), lr=0.1)
-    optimizer = optim.DistributedOptimizer(inner, model)
-
-    def fail(*_):
-        raise ArithmeticError("planned")
-
-    for step in range(4):
-        handle = inner.register_step_pre_hook(fail) if step == 1 and dist.get_rank() == 0 else None
-        model.zero_grad_buffer()
-        model(data(2, 5, rank=dist.get_rank(), step=step)).sum().backward()
-        finalize_model_grads([model])
-        with pytest.raises((ArithmeticError, PeerAbortedError)) if step == 1 else nullcontext():
-            optimizer.step()
-        if handle is not None:
-            handle.remove()
-    for parameter in model.module.parameters():
-        everyone = [torch.empty_like(parameter) for _ in range(2)]
-        dist.all_gather(everyone, parameter.detach())
-        assert torch.equal(*everyone)
 
 
 @on_two_ranks

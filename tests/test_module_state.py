@@ -93,59 +93,6 @@ def test_nothing_else_is(kind):
     assert module_state.is_current(net)
 
 
-def test_a_functional_call_is_looked_through():
-    net, seen = Net(), []
-    module_state = ModuleState(net)
-    net.register_forward_pre_hook(lambda *_: seen.append(module_state.is_current(net)))
-    weights = {name: parameter.detach() * 2 for name, parameter in net.named_parameters()}
-    torch.func.functional_call(net, weights, (torch.randn(5, 3),))
-    assert seen == [True]
-
-
-def test_a_parameter_is_counted_once_under_its_first_name():
-    net = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-    net["b"].weight = net["a"].weight
-    module_state = ModuleState(net)
-    assert module_state.names == ["a.weight", "a.bias", "b.bias"] == [name for name, _ in net.named_parameters()]
-    assert all(ours is theirs for ours, theirs in zip(module_state.parameters, net.parameters(), strict=True))
-
-
-def test_a_spec_says_how_a_gradient_comes():
-    net = nn.Module()
-    net.dense = nn.Parameter(torch.ones(4, 3).t())
-    net.holes = nn.Parameter(torch.ones(4, 6)[:, ::2])
-    net.table = nn.Embedding(5, 2, sparse=True)
-    net.bag = nn.EmbeddingBag(5, 2, dtype=torch.float64)
-    specs = {spec.name: spec for spec in ModuleState(net).specs}
-    assert {name: spec.shape for name, spec in specs.items()} == {
-        "dense": (3, 4),
-        "holes": (4, 3),
-        "table.weight": (5, 2),
-        "bag.weight": (5, 2),
-    }
-    assert specs["dense"].stride == (1, 3)
-    assert specs["holes"].stride == (3, 1)  # autograd makes it row-major
-    assert [name for name, spec in specs.items() if spec.sparse] == ["table.weight"]
-    assert specs["bag.weight"].dtype == torch.float64
-
-
-def test_ignored_names_are_left_out():
-    module_state = ModuleState(Net(), {"first.weight", "norm.running_mean", "no.such"})
-    assert module_state.names == ["first.bias", "norm.weight", "norm.bias", "last.weight"]
-    assert [*module_state.buffers()] == ["norm.running_var", "norm.num_batches_tracked"]
-
-
-def test_buffers_are_those_of_this_moment_each_once():
-    net = Net()
-    module_state = ModuleState(net)
-    net.norm.running_mean = torch.full((4,), 7.0)
-    net.norm.running_var = net.norm.running_mean
-    net.norm.num_batches_tracked = None
-    buffers = module_state.buffers()
-    assert [*buffers] == ["norm.running_mean"]
-    assert buffers["norm.running_mean"] is net.norm.running_mean
-
-
 def test_what_has_no_shape_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'0\.weight' is lazy and has no shape yet: run one forward"):
         ModuleState(nn.Sequential(nn.LazyLinear(3)))

@@ -17,10 +17,7 @@ from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 HERE = Path(__file__).parent
 # One launcher and one library: that of the environment that the tests run in.
 RANKS = (1, 2, 3)
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
-    needs_mpirun,
-]
+pytestmark = [pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"), needs_mpirun]
 
 
 def mpirun(ranks, script, *, timeout=90, by=(), **keywords):

@@ -16,11 +16,7 @@ from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.compression.comm_state import SliceOwners, hierarchy_of
 from ppe_ddp.engine.plan import ParameterSpec
 
-on_each = pytest.mark.parametrize(
-    "world",
-    worlds((2, 1), (2, 2), (1, 2, 1)),
-    indirect=True,
-)
+on_each = pytest.mark.parametrize("world", worlds((2, 1), (2, 2), (1, 2, 1)), indirect=True)
 
 
 def call(world, function, *arguments):

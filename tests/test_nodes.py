@@ -22,8 +22,7 @@ from subprocesses import all_end, needs_mpirun
 pytestmark = pytest.mark.nodes
 long_on_nodes = pytest.mark.nodes(long=True)
 launchers = pytest.mark.parametrize(
-    "launcher",
-    [pytest.param(name, marks=needs_mpirun if name == "mpirun" else long_on_nodes) for name in LAUNCHERS],
+    "launcher", [pytest.param(name, marks=needs_mpirun if name == "mpirun" else long_on_nodes) for name in LAUNCHERS]
 )
 
 
@@ -120,12 +119,16 @@ def test_a_job_on_nodes_has_its_ranks_output_and_exit_code(nodes, launcher):
     assert done.errors.count("sent") == 3
 
 
-def test_the_others_get_a_little_time_when_one_has_failed(nodes, monkeypatch):
-    monkeypatch.setattr(nodes_module, "_GRACE_SECONDS", 0.3)
-    script = "[ $RANK = 0 ] || exit 6; sleep 0.1; echo well; exec sleep 1000"
-    done = nodes.launch("ranks", ["/bin/sh", "-c", script], ranks=(1, 1), timeout=30)
-    assert (done.code, done.output) == (6, "well\n")
-    assert re.fullmatch(r"killed after 0\.\d s", done.errors)
+@pytest.mark.parametrize(
+    ("seconds", "script", "output", "errors"),
+    [(60.0, "sleep 0.1; echo well", "well\n", ""), (0.2, "exec sleep 1000", "", r"killed after [\d.]+ s")],
+    ids=["who ends by then is left alone", "who does not is killed"],
+)
+def test_the_others_get_a_little_time_when_one_has_failed(nodes, monkeypatch, seconds, script, output, errors):
+    monkeypatch.setattr(nodes_module, "_GRACE_SECONDS", seconds)
+    done = nodes.launch("ranks", ["/bin/sh", "-c", f"[ $RANK = 0 ] || exit 6; {script}"], ranks=(1, 1), timeout=90)
+    assert (done.code, done.output) == (6, output)
+    assert re.fullmatch(errors, done.errors)
 
 
 @launchers

@@ -306,9 +306,7 @@ def test_what_torch_builds_on_groups(world, name):
 
 @pytest.mark.parametrize("world", worlds((1, 1), short=()), indirect=True)
 @pytest.mark.parametrize(
-    "part",
-    [mpi_megatron.gathers, mpi_megatron.dynamic_graphs, mpi_megatron.splits],
-    ids=lambda part: part.__name__,
+    "part", [mpi_megatron.gathers, mpi_megatron.dynamic_graphs, mpi_megatron.splits], ids=lambda part: part.__name__
 )
 def test_megatrons_wrapper(world, part):
     world.run(in_own_world, part)

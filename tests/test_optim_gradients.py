@@ -183,50 +183,6 @@ def halves(group, wrapper):
     return net, ddp, DistributedOptimizer(torch.optim.SGD, ddp, lr=1.0)
 
 
-def unscale_and_clip(group, wrapper):
-    net, ddp, optimizer = halves(group, wrapper)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def backward():
-        if wrapper == "megatron":
-            ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        scaler.scale(ddp(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum()).backward()
-        if wrapper == "megatron":
-            ddp.finish_grad_sync()
-
-    for step in range(3):
-        backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.synchronize()
-        assert torch.equal(net.weight, torch.full_like(net.weight, -step - 1.0))
-    for _ in range(2):
-        backward()
-        scaler.unscale_(optimizer)
-        assert [group["lr"] for group in optimizer.param_groups] == [1.0]
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), torch.tensor(8.0))
-        torch.testing.assert_close(optimizer.clip_grad_norm_(1.0), torch.tensor(1.0))
-        before = [weight.detach().clone() for weight in optimizer.param_groups[0]["params"]]
-        scaler.step(optimizer)
-        scaler.update()
-        for weight, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
-            torch.testing.assert_close(old - weight.detach(), torch.full_like(old, 1 / 8))
-        optimizer.synchronize()
-
-
-@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
-@on_three_ranks
-def test_unscaling_and_clipping_halves(wrapper):
-    unscale_and_clip(None, wrapper)
-
-
-@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
-@on_two_ranks
-def test_unscaling_and_clipping_halves_alone(wrapper):
-    unscale_and_clip(alone(), wrapper)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_itself", [False, True])
 @on_two_ranks

@@ -117,10 +117,7 @@ def test_outer_steps_are_compressed():
     plain, bytes_of_all = run(None)
     assert plain < 0.4
     # Ten outer steps are few for what is sent late.
-    for compressor, part, at_most in (
-        (Int8(), 0.3, 1.1 * plain),
-        (ErrorFeedback(TopK(0.1, min_numel=500)), 0.35, 0.9),
-    ):
+    for compressor, part, at_most in ((Int8(), 0.3, 1.1 * plain), (ErrorFeedback(TopK(0.1, min_numel=500)), 0.35, 0.9)):
         loss, nbytes = run(compressor)
         assert nbytes < part * bytes_of_all
         assert loss < at_most

@@ -12,7 +12,22 @@ from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fused
 from test_graphs_broken import step as one_step
-from test_two_wrappers import Busy
+
+
+class Busy(torch.autograd.Function):
+    """Keeps backward busy for a while."""
+
+    @staticmethod
+    def forward(ctx, x, rounds):
+        ctx.rounds = rounds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        square = torch.ones(200, 200)
+        for _ in range(ctx.rounds):
+            square = square @ square / 200
+        return gradient * square[0, 0], None
 
 
 class AllToAll(torch.autograd.Function):

@@ -72,8 +72,7 @@ def test_the_wheel_has_every_file_of_the_package_and_works_elsewhere(distributio
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.distributed.Backend, "_ensure_backend_registered"),
-    reason="this torch does not look for backends",
+    not hasattr(torch.distributed.Backend, "_ensure_backend_registered"), reason="this torch does not look for backends"
 )
 @pytest.mark.parametrize(("backend", "torchcomms"), [("shm", "0"), ("mpi4py", "1"), ("cpu:shm", "1")])
 def test_torch_finds_backends_that_no_program_has_imported(distributions, tmp_path, monkeypatch, backend, torchcomms):

@@ -31,15 +31,11 @@ from ppe_ddp.sharding.load_plan import (
     RoutedTensor,
     ShardLayout,
     SourceEntry,
-    boxes,
     cut,
     match,
     plan_messages,
     shape_of,
-    tree,
-    whole,
 )
-from ppe_ddp.testing import Ranks
 from subprocesses import MPIRUN, run, warm_python
 
 HERE = Path(__file__).parent
@@ -57,12 +53,6 @@ def skip_without(*modules):
     for module in modules:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
-
-
-@pytest.fixture(scope="module")
-def four_ranks():
-    with Ranks(sharding_checks.RANKS) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("name", sharding_checks.CHECKS)
@@ -145,33 +135,6 @@ def test_every_element_reaches_every_rank_that_holds_it(seed):
                 empty = expected.narrow(*placement, 0, 0)
                 expected = chunks[i] if i < len(chunks) else empty
         assert torch.equal(locals_[rank], expected), (layout, rank)
-
-
-@pytest.mark.parametrize("count", range(1, 18))
-def test_a_tree_reaches_each_rank_once(count):
-    route = tuple(random.Random(count).sample(range(1, 40), count))
-    heard = {0}
-    for rank in (0, *route):
-        parent, children = tree(route, rank)
-        assert (parent is None) == (rank == 0)
-        for child in children:
-            assert tree(route, child)[0] == rank
-            assert child not in heard
-            heard.add(child)
-        assert len(children) <= math.ceil(math.log2(count + 1))
-    assert heard == {0, *route}
-
-
-@pytest.mark.parametrize("most", [1, 2, 5, 7, 100])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (2, 3, 4), (1, 1, 9), (5, 1), (3, 0)])
-def test_boxes_are_contiguous_and_cover_all(shape, most):
-    tensor = torch.arange(math.prod(shape)).view(shape)
-    seen = []
-    for box, offset, numel in boxes(shape, most):
-        assert 0 < numel <= most
-        assert offset == len(seen)
-        seen += cut(tensor, whole(shape), box).flatten().tolist()
-    assert seen == list(range(tensor.numel()))
 
 
 def found(*keys):

@@ -10,18 +10,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from one_process import (
-    assert_gradients,
-    assert_same_on_all_ranks,
-    data,
-    gradients,
-    mean_of,
-    seeded,
-)
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.engine.backward import Phase
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
-from test_two_wrappers import Busy
 
 
 class Tied(nn.Module):
@@ -30,10 +22,9 @@ class Tied(nn.Module):
     def __init__(self, tied):
         super().__init__()
         self.own, self.norm, self.tied = nn.Linear(3, 4), nn.BatchNorm1d(4), tied
-        self.rounds = 0
 
     def forward(self, x):
-        return self.tied(torch.tanh(self.norm(Busy.apply(self.own(x), self.rounds))))
+        return self.tied(torch.tanh(self.norm(self.own(x))))
 
 
 def same_module(count):
@@ -51,6 +42,10 @@ def chain(count):
     """Modules of which each has a layer in common with the next one."""
     layers = [seeded(nn.Linear, 4, 4) for _ in range(count + 1)]
     return [nn.Sequential(nn.Linear(3, 4), layers[k], nn.Tanh(), layers[k + 1]) for k in range(count)]
+
+
+def nothing_in_common(count):
+    return [seeded(Tied, seeded(nn.Linear, 4, 2)) for _ in range(count)]
 
 
 KINDS = [same_module, tied_weights, chain]
@@ -115,11 +110,7 @@ def wrapped(models, *, hook=None, **options):
     return wrappers
 
 
-TOGETHER = [
-    [[(0, 1)], [(0, 1)]],
-    [[(0, 1)], [(1, 0)]],
-    [[(1, 0)], [(0, 1)]],
-]
+TOGETHER = [[[(0, 1)], [(0, 1)]], [[(0, 1)], [(1, 0)]], [[(1, 0)], [(0, 1)]]]
 APART = [
     [[(0,), (1,)], [(0,), (1,)]],
     [[(1,), (0,)], [(1,), (0,)]],
@@ -141,27 +132,9 @@ ALONE = [
 @each_kind
 @each_variant
 @on_two_ranks
-def test_one_backward_in_another_order_on_each_rank(make, options):
+def test_each_rank_ends_its_backwards_in_its_own_order(make, options):
     wrappers = wrapped(make(2), **options)
-    for step, programs in enumerate(TOGETHER * 2):
-        run(wrappers, programs, step)
-
-
-@each_kind
-@each_variant
-@on_two_ranks
-def test_one_backward_on_one_rank_and_two_on_the_other(make, options):
-    wrappers = wrapped(make(2), **options)
-    for step, programs in enumerate(APART):
-        run(wrappers, programs, step)
-
-
-@each_kind
-@each_variant
-@on_two_ranks
-def test_one_rank_uses_one_of_them_or_none(make, options):
-    wrappers = wrapped(make(2), **options)
-    for step, programs in enumerate(ALONE):
+    for step, programs in enumerate([*TOGETHER, *APART, *ALONE]):
         run(wrappers, programs, step)
 
 
@@ -195,10 +168,6 @@ def test_random_programs_on_two_ranks(make):
     hold_random_programs(KINDS.index(make), make)
 
 
-def nothing_in_common(count):
-    return [seeded(Tied, seeded(nn.Linear, 4, 2)) for _ in range(count)]
-
-
 def hook_in_the_default_group(state, bucket):
     return allreduce_hook(state, bucket)
 
@@ -206,9 +175,10 @@ def hook_in_the_default_group(state, bucket):
 @pytest.mark.parametrize("hook", [hook_in_the_default_group, allreduce_hook])
 @on_two_ranks
 def test_hooks_in_one_group_of_the_users(hook):
-    wrappers = wrapped(nothing_in_common(2), hook=hook, bucket_cap_mb=1e-6)
-    for step, programs in enumerate([*TOGETHER, *APART, *ALONE]):
-        run(wrappers, programs, step)
+    for make in (nothing_in_common, *KINDS):
+        wrappers = wrapped(make(2), hook=hook, bucket_cap_mb=1e-6)
+        for step, programs in enumerate([*TOGETHER, *APART, *ALONE] if make is nothing_in_common else TOGETHER):
+            run(wrappers, programs, step)
     hold_random_programs(0, nothing_in_common, hook=hook)
 
 
@@ -242,36 +212,7 @@ def test_random_programs_on_three_ranks(make, options):
     hold_random_programs(10 + KINDS.index(make), make, **options)
 
 
-@on_three_ranks
-def test_one_rank_is_slow():
-    models = tied_weights(2)
-    wrappers = wrapped(models)
-    for step in range(3):
-        for model in models:
-            model.rounds = 60 if dist.get_rank() == step else 0
-        run(wrappers, [[(0, 1)], [(1, 0)], [(1,), (0,)]], step)
-
-
-@each_kind
-@on_two_ranks
-def test_accumulation_and_a_retained_graph(make):
-    wrappers = wrapped(make(2))
-    rank = dist.get_rank()
-    orders = [(0, 1), (1, 0)]
-    models = [wrapper.module for wrapper in wrappers]
-    three = [[orders[other], orders[other], orders[other]] for other in range(2)]
-    want = expected(models, three, 0)
-    with wrappers[0].no_sync(), wrappers[1].no_sync():
-        loss_of(wrappers, orders[rank], rank, 0).backward()
-    loss = loss_of(wrappers, orders[rank], rank, 0)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    for model, table in zip(models, want, strict=True):
-        assert_gradients(model, table)
-        assert_same_on_all_ranks(model)
-
-
-@each_kind
+@pytest.mark.parametrize("make", [*KINDS, nothing_in_common])
 @on_two_ranks
 def test_started_by_hand_and_ended_in_another_order(make):
     wrappers = wrapped(make(2))

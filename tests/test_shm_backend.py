@@ -23,7 +23,6 @@ from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.shared_memory import shared_group, shared_reservation
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
-from ppe_ddp.errors import UnusableError
 from ppe_ddp.testing import RankError, Ranks
 from ppe_ddp.waiting import background_thread, progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
@@ -37,28 +36,11 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def results(ranks, folder):
-    """All checks on so many ranks, started once; the error where that failed.
-
-    Here they go over gloo in C++, which stands still between three busy ranks in about one of ten runs of the 130
-    checks, in an all-reduce or where it connects, until its timeout; why is not known. What has failed is tried once
-    more, by ranks that are started anew.
-    """
-    found = checked(ranks, f"file://{folder}/shm-{ranks}", names_for(ranks))
-    failed = [name for name, (errors, _) in found.items() if errors] if isinstance(found, dict) else names_for(ranks)
-    if not failed:
-        return found
-    again = checked(ranks, f"file://{folder}/shm-{ranks}-again", failed)
-    if not (isinstance(found, dict) and isinstance(again, dict)):
-        return again
-    for name in failed:
-        print(f"on {ranks} ranks, {name} has failed in its first trial:", *found[name][0], sep="\n")
-    return {**found, **again}
-
-
-def checked(ranks, meeting, names):
+    """All checks on so many ranks, started once; the error where that failed."""
+    calls = [(rank, ranks, f"file://{folder}/shm-{ranks}", names_for(ranks)) for rank in range(ranks)]
     with Ranks(ranks, backend=None) as processes:
         try:
-            return processes.run_each(run_checks, [(r, ranks, meeting, names) for r in range(ranks)], timeout=300)[0]
+            return processes.run_each(run_checks, calls, timeout=300)[0]
         except RankError as error:
             return error
 
@@ -67,24 +49,13 @@ def checked(ranks, meeting, names):
 def test_on_ranks(ranks, name, tmp_path_factory):
     found = results(ranks, tmp_path_factory.getbasetemp())
     assert isinstance(found, dict), found
-    errors, _ = found[name]
-    assert not errors, "\n".join(errors)
+    assert not found[name], "\n".join(found[name])
 
 
 @pytest.fixture(scope="module")
 def two_shm_ranks():
     with Ranks(2, backend="shm") as ranks:
         yield ranks
-
-
-def random_cases():
-    for seed, (kind, zeroing) in enumerate(itertools.islice(itertools.product(StepKind, Zeroing), 0, None, 5)):
-        yield Case(Recipe.random(seed), (TrainingStep(kind, zeroing), TrainingStep(StepKind.ONE_BACKWARD)))
-
-
-def test_the_laws_on_random_models(two_shm_ranks):
-    for case in itertools.islice(random_cases(), 2):
-        assert_laws(two_shm_ranks, case)
 
 
 def test_the_laws_on_a_model_of_every_layer(two_shm_ranks):
@@ -212,62 +183,33 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
 
     class Store:
         def check(self, keys):
-            answer.wait(60)
+            answer.wait()
             return False
 
         def compare_set(self, key, expected, value):
-            answer.wait(60)
+            answer.wait()
 
-    waits, start = work_module.Waits(Store(), 0, "rank 0 of 2", 60.0, "shm"), monotonic()
+    waits = work_module.Waits(Store(), 0, "rank 0 of 2", 60.0, "shm")
     try:
         assert not waits.look_now()
         waits.give_up("of a test")
         assert waits.failure == "of a test"
-        assert monotonic() - start < 20
+        assert not answer.is_set()
     finally:
         answer.set()
-
-
-@on_three_ranks
-def test_the_ranks_that_do_not_come_are_named():
-    """In shared memory and by gloo, where shared memory shows who has come; the others are told."""
-    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
-        group = shm_group()
-        group._waits.timeout = 0.2
-        if dist.get_rank() == 1:
-            dist.barrier()
-            dist.barrier()
-            with pytest.raises(CommunicationError, match=r"rank . has given this group up"):
-                dist.all_reduce(torch.ones(3), group=group)
-            continue
-        work = dist.all_reduce(torch.ones(3), op, group=group, async_op=True)
-        dist.barrier()  # both are there
-        start = monotonic()
-        with pytest.raises(CommunicationError, match=r"timeout of 0.2 s: rank 1 did not make the call"):
-            work.wait()
-        assert monotonic() - start < 10
-        dist.barrier()
-
-
-@on_two_ranks
-def test_a_rank_that_does_not_make_the_group_is_named():
-    if dist.get_rank() == 0:
-        with pytest.raises(CommunicationError, match=r"making group .* of ranks \[0, 1\].*rank 1 did not make it"):
-            dist.new_group([0, 1], timedelta(seconds=0.3), "shm", use_local_synchronization=True)
 
 
 @on_two_ranks
 def test_a_rank_that_is_interrupted_while_it_makes_the_group_tells_the_others():
     for culprit in range(2):
-        start, is_culprit = monotonic(), dist.get_rank() == culprit
+        is_culprit = dist.get_rank() == culprit
         with pytest.MonkeyPatch.context() as patches:
             if is_culprit:
                 patches.setattr(shared_group, "_attach", interrupted)
             text = None if is_culprit else f"rank {culprit} has given this group up.*: KeyboardInterrupt"
             with pytest.raises(KeyboardInterrupt if is_culprit else CommunicationError, match=text):
-                dist.new_group([0, 1], timedelta(seconds=60), "shm", use_local_synchronization=True)
-        gc.collect()  # what is left of it keeps nobody waiting
-        assert monotonic() - start < 20
+                dist.new_group([0, 1], timedelta(seconds=200), "shm", use_local_synchronization=True)
+        gc.collect()  # what is left of it keeps nobody waiting: its timeout is longer than that of the test
         dist.barrier()
 
 
@@ -276,59 +218,11 @@ def interrupted(*_):
 
 
 @on_two_ranks
-def test_groups_of_one_name_meet_under_keys_of_their_own():
-    for turn in range(3):
-        group = dist.new_group([0, 1], backend="shm", use_local_synchronization=True)
-        total = torch.ones(3)
-        dist.broadcast(total.fill_(turn), 0, group=group)
-        dist.all_reduce(total, group=group)
-        assert total.tolist() == [2.0 * turn] * 3
-        dist.destroy_process_group(group)
-
-
-@on_two_ranks
-def test_where_memory_cannot_be_shared_all_goes_by_gloo():
-    def refuse(*_):
-        raise PermissionError("on purpose")
-
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(shared_reservation.SharedMemory, "attach", refuse)
-        group = shm_group()
-    assert not group.supports_tensor_alloc(CPU)
-    for dtype in (torch.float32, torch.bfloat16, torch.uint64, torch.complex64):
-        total = torch.ones(5, dtype=dtype)
-        dist.all_reduce(total, group=group)
-        assert total.tolist() == [2] * 5
-    model = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
-    model(torch.full((1, 3), 1.0 + rank)).sum().backward()
-    assert model.module.weight.grad.tolist() == [[1.5] * 3]
-
-
-@on_two_ranks
 def test_a_group_ends_though_one_rank_has_begun_more_than_the_other():
-    group, start = shm_group(), monotonic()
+    group = shm_group()
     if dist.get_rank() == 0:
         dist.all_reduce(shared(10, group), group=group, async_op=True)
     dist.destroy_process_group(group)
-    assert monotonic() - start < 10
-
-
-@on_two_ranks
-def test_a_forked_child_must_not_use_it():
-    group = shm_group()
-    child = os.fork()
-    if child == 0:
-        try:
-            dist.all_reduce(torch.ones(3), group=group)
-        except UnusableError as error:
-            os._exit(7 if "forked" in str(error) else 8)
-        os._exit(9)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    total = torch.ones(3)
-    dist.all_reduce(total, group=group)
-    assert total.tolist() == [2.0] * 3
 
 
 def test_other_options_and_devices_are_refused(two_shm_ranks):

@@ -78,12 +78,6 @@ def test_one_rank_goes_on_without_a_backward(loses_step, options):
     hold(loses_step, wrap(**options))
 
 
-@pytest.mark.parametrize("loses_step", [raises_above_the_outputs, skips])
-@on_three_ranks
-def test_one_of_three_ranks_does(loses_step):
-    hold(loses_step, wrap())
-
-
 @on_two_ranks
 def test_over_buffers_of_megatron():
     rank = dist.get_rank()

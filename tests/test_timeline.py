@@ -275,34 +275,6 @@ def test_a_bucket_is_ready_then_launched_then_done(options):
         check_times(model.trace())
 
 
-@on_two_ranks
-def test_so_it_is_in_megatrons_buffers():
-    config = megatron.DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000)
-    model = megatron.DistributedDataParallel(None, config, net())
-    for _ in range(2):
-        model.zero_grad_buffer()
-        model(torch.randn(3, 64)).sum().backward()
-        model.finish_grad_sync()
-        check_times(model.trace())
-
-
-@on_two_ranks
-def test_a_function_that_blocks_is_part_of_the_launch():
-    inside = []
-
-    def blocking(gradients, group):
-        start = perf_counter_ns()
-        for gradient in gradients:
-            dist.all_reduce(gradient.div_(2), group=group)
-        inside.append(perf_counter_ns() - start)
-
-    model = ppe_ddp.DistributedDataParallel(net(), bucket_cap_mb=0.02, reduce_function=blocking)
-    model(torch.randn(3, 64)).sum().backward()
-    check_times(model.trace())
-    launches = [bucket.launched_ns - bucket.launch_ns for bucket in model.trace().buckets]
-    assert all(launch > part for launch, part in zip(launches, inside, strict=True))
-
-
 # ---------------------------------------------------------------------- files and pictures
 
 

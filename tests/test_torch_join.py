@@ -6,22 +6,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from one_process import (
-    assert_gradients,
-    assert_same_on_all_ranks,
-    data,
-    gradients,
-    mean_gradients,
-    mean_of,
-    mlp,
-    seeded,
-    square,
-)
-from ppe_ddp import DistributedDataParallel, NonFiniteGradientError, PeerAbortedError
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded, square
+from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
@@ -66,82 +54,12 @@ def test_uneven_inputs_as_torch_trains_them(by_all, counts, options):
             torch.testing.assert_close(a, b)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x, way):
-        self.seen = self.seen + 1
-        return self.parts[way](x)
-
-
-@pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those left"])
-@each_variant
-@on_two_ranks
-def test_two_dynamic_modules_in_one_join(by_all, options):
-    rank = dist.get_rank()
-    wrappers = [DistributedDataParallel(seeded(Branches), **options) for _ in range(2)]
-    one, two = wrappers
-    counts = (2, 5)
-
-    def step(pair, r, k):
-        (pair[0](data(5, 4, rank=r, step=k), (r + k) % 4) + pair[1](data(5, 4, rank=r, step=k), 3)).sum().backward()
-
-    with Join(wrappers, divide_by_initial_world_size=by_all):
-        for k in range(counts[rank]):
-            modules = nn.ModuleList(wrapper.module for wrapper in wrappers)
-            active = [r for r in range(2) if k < counts[r]]
-            tables = [mean_gradients(modules, lambda pair, _, r=r, k=k: step(pair, r, k), world_size=1) for r in active]
-            for wrapper in wrappers:
-                wrapper.zero_grad()
-            step(wrappers, rank, k)
-            assert_gradients(modules, mean_of(tables, 2 if by_all else len(active)))
-    for wrapper in wrappers:
-        assert_same_parameters(wrapper.module)
-    assert one.module.seen == two.module.seen == 5
-
-
-@on_two_ranks
-def test_no_sync_inside_a_join():
-    rank = dist.get_rank()
-    module = seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-
-    def step(model, r, k, context):
-        with context():
-            model(data(5, 4, rank=r, step=2 * k)).pow(2).sum().backward()
-        model(data(5, 4, rank=r, step=2 * k + 1)).pow(2).sum().backward()
-
-    with wrapper.join():
-        for k in range(1 + 2 * rank):
-            active = [0, 1] if k < 1 else [1]
-            tables = [
-                mean_gradients(module, lambda m, _, r=r, k=k: step(m, r, k, torch.enable_grad), world_size=1)
-                for r in active
-            ]
-            wrapper.zero_grad()
-            step(wrapper, rank, k, wrapper.no_sync)
-            assert_gradients(module, mean_of(tables, 2))
-
-
 def accumulate(model, count, rank):
     """As docs/training.md does it: `no_sync()` is around backward alone, and the last of `count` is synchronized."""
     for k in range(count):
         loss = model(data(5, 4, rank=rank, step=k)).pow(2).sum()
         with model.no_sync() if k + 1 < count and isinstance(model, DistributedDataParallel) else nullcontext():
             loss.backward()
-
-
-def twice(model, count, rank):
-    """Two synchronized backwards a forward; one for two forwards, too."""
-    for k in range(count):
-        x, more = data(5, 4, rank=rank, step=k), data(5, 4, rank=rank, step=k + 100)
-        output = model(x)
-        output.pow(2).sum().backward(retain_graph=True)
-        output.sum().backward()
-        (model(x) * model(more)).sum().backward()
 
 
 @pytest.mark.parametrize("counts", [(4, 7), (7, 4)], ids=str)
@@ -158,65 +76,6 @@ def test_no_sync_around_backward_alone(counts, options):
             accumulate(wrapper, counts[rank], rank)
         assert_gradients(module, expected)
     assert_same_parameters(module)
-
-
-@pytest.mark.parametrize("counts", [(1, 3, 2), (3, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("culprit", range(3))
-@pytest.mark.parametrize("way", ["hook", "loss"])
-@pytest.mark.parametrize(("late", "shared_memory"), [(None, True), (1, False), (2, True)])
-@on_three_ranks
-def test_a_step_fails_where_some_have_run_out_or_run_out_next(late, shared_memory, way, culprit, counts):
-    """It is left out by all, and the others' next step works, with and without inputs on each rank."""
-    rank, step = dist.get_rank(), 0
-    store, told = dist.distributed_c10d._get_default_store(), f"told/{late}/{shared_memory}/{way}/{culprit}/{counts}"
-    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2), shared_memory=shared_memory) for _ in range(2)]
-    last = counts[culprit] - 1
-
-    def fail(_):
-        if (rank, step) == (culprit, last):
-            raise ArithmeticError("planned")
-
-    wrappers[1].module[0].weight.register_hook(fail if way == "hook" else lambda _: None)
-    with Join(wrappers):
-        for step in range(counts[rank]):
-            for wrapper in wrappers:
-                wrapper.zero_grad()
-            if step == last and rank == late != culprit:
-                store.wait([told])
-            try:
-                loss = sum(wrapper(torch.ones(2, 4)).sum() for wrapper in wrappers)
-                if way == "loss":
-                    fail(None)
-                loss.backward()
-            except ArithmeticError:
-                assert (rank, step) == (culprit, last)
-                if way == "loss":
-                    for wrapper in wrappers:
-                        wrapper.abort_grad_sync()
-                store.set(told, "")
-                continue
-            except PeerAbortedError:
-                assert step == last
-                continue
-            assert step != last or rank == culprit or counts[rank] <= last
-            share = sum(count > step for count in counts) / 3  # who has run out counts as zeros
-            for wrapper in wrappers:
-                bias = list(wrapper.module.parameters())[-1]
-                torch.testing.assert_close(bias.grad, torch.full_like(bias, 2.0 * share))
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_two_ranks
-def test_uneven_numbers_of_steps_with_several_synchronizations(shared_memory):
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
-    with wrapper.join():
-        for _ in range(1 + 2 * rank):
-            wrapper.zero_grad()
-            twice(wrapper, 1, rank)
-    wrapper.zero_grad()
-    square(wrapper, rank)
-    assert_gradients(module, mean_gradients(module, square))
 
 
 @on_two_ranks
@@ -250,47 +109,6 @@ def test_early_termination_raises_on_every_rank():
     assert steps == 2
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
-@on_two_ranks
-def test_a_gradient_that_is_no_number_is_left_out_by_those_that_have_run_out(shared_memory):
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module, check_for_nan_in_grad=True, shared_memory=shared_memory)
-    with wrapper.join():
-        for step in range(1 + 2 * rank):
-            wrapper.zero_grad()
-            loss = wrapper(torch.ones(2, 4)).sum() * (float("nan") if step == 1 else 1.0)
-            with pytest.raises(NonFiniteGradientError, match="rank 1") if step == 1 else nullcontext():
-                loss.backward()
-            if step == 2:
-                bias = list(module.parameters())[-1]
-                torch.testing.assert_close(bias.grad, torch.ones_like(bias))
-    assert_same_parameters(module)
-
-
-@on_two_ranks
-def test_a_step_fails_in_one_of_two_wrappers_that_share_parameters():
-    """In the next step the other one is ready first, and must not average what both have once more."""
-    rank, step, shared = dist.get_rank(), 0, nn.Linear(4, 2)
-
-    def reduce(gradients, group):
-        if (rank, step) == (0, 0):
-            raise ArithmeticError("planned")
-        gradients.divide(2)
-        return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
-
-    one = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared), reduce_function=reduce)
-    two = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared))
-    with Join([one, two]):
-        for step in range(2 - rank):
-            one.zero_grad()
-            two.zero_grad()
-            error = ArithmeticError if rank == 0 else PeerAbortedError
-            with pytest.raises(error) if step == 0 else nullcontext():
-                (one(torch.ones(3, 4)) + two(torch.ones(3, 4))).sum().backward()
-        if rank == 0:
-            torch.testing.assert_close(shared.bias.grad, torch.full((2,), 6.0 / 2))
-
-
 @each_variant
 @on_two_ranks
 def test_after_a_join_a_forward_tells_nobody(options):
@@ -318,48 +136,11 @@ def test_a_disabled_join_does_nothing():
 
 
 @each_variant
-@on_three_ranks
-def test_a_rank_without_a_backward(options):
-    rank = dist.get_rank()
-    module = seeded(mlp, 4, 4, 2)
-    wrapper = DistributedDataParallel(module, **options)
-    for turn in range(6):
-        wrapper.zero_grad()
-        idle = {turn % 3} if turn < 3 else {turn % 3, (turn + 1) % 3}
-        expected = mean_gradients(module, lambda m, r, idle=idle, k=turn: None if r in idle else square(m, r, k))
-        if rank not in idle:
-            square(wrapper, rank, turn)
-        elif turn % 2:
-            wrapper.start_grad_sync()
-            wrapper.finish_grad_sync()
-        else:
-            wrapper.finish_grad_sync()
-        assert_gradients(module, expected)
-        assert_same_on_all_ranks(module)
-    # Nobody has one: no gradients come of it.
-    wrapper.zero_grad()
-    wrapper.finish_grad_sync()
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-@each_variant
 @on_two_ranks
-def test_gradients_from_elsewhere(options):
-    # Set by hand, or by no_sync(): what is in .grad is what is averaged.
+def test_gradients_that_are_set_by_hand_are_averaged(options):
     rank = dist.get_rank()
     module = seeded(mlp, 4, 4, 2)
     wrapper = DistributedDataParallel(module, **options)
-    expected = mean_gradients(module, square)
-    for _ in range(3):
-        wrapper.zero_grad()
-        with wrapper.no_sync():
-            square(wrapper, rank)
-        wrapper.start_grad_sync()
-        with torch.no_grad():
-            wrapper(data(5, 4))
-        wrapper.finish_grad_sync()
-        assert_gradients(module, expected)
-    wrapper.zero_grad()
     if rank == 1:
         module[0].bias.grad = torch.full((4,), 6.0)
     wrapper.finish_grad_sync()

@@ -1,6 +1,5 @@
 """Several wrappers in one backward, in an order that differs from rank to rank: no deadlock."""
 
-import copy
 import random
 from contextlib import nullcontext
 
@@ -9,20 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.utils.checkpoint import checkpoint
 
 import test_megatron_graphs as graphs
 from law_models import Recipe, losses
-from one_process import (
-    assert_gradients,
-    assert_same_on_all_ranks,
-    data,
-    gradients,
-    mean_gradients,
-    mean_of,
-    mlp,
-    seeded,
-)
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mean_of, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fused
@@ -36,30 +25,6 @@ def wrapped(modules, **options):
     return [DistributedDataParallel(module, **options) for module in modules]
 
 
-def mlps(count):
-    return [seeded(mlp, 3, 4 + k, 4 + k, 2) for k in range(count)]
-
-
-def loss_of(models, order, rank, step=0):
-    """One loss through these models; autograd begins with that which was called last."""
-    outputs = {}
-    for k in order:
-        outputs[k] = models[k](data(4, 3, rank=rank, step=step))
-    return sum(output.pow(2).sum() for output in outputs.values())
-
-
-def expected(models, orders, step=0):
-    """The mean gradients of each model where rank r uses those of `orders[r]`."""
-    tables = [[] for _ in models]
-    for rank, order in enumerate(orders):
-        twins = [copy.deepcopy(model) for model in models]
-        if order:
-            loss_of(twins, order, rank, step).backward()
-        for table, twin in zip(tables, twins, strict=True):
-            table.append(gradients(twin))
-    return [mean_of(table, len(orders)) for table in tables]
-
-
 def use_in_one_backward(wrappers, order, loss):
     """Run the backward of `loss()`, which uses the wrappers in `order`, when the first is due; finish the others."""
     for wrapper in wrappers:
@@ -69,101 +34,6 @@ def use_in_one_backward(wrappers, order, loss):
             wrappers[k].finish_grad_sync()
         elif k == min(order):
             loss().backward()
-
-
-def train(wrappers, models, orders, step=0):
-    """Use those that this rank is to use in one backward, and finish the others."""
-    rank = dist.get_rank()
-    want = expected(models, orders, step)
-    use_in_one_backward(wrappers, orders[rank], lambda: loss_of(wrappers, orders[rank], rank, step))
-    for wrapper, table in zip(wrappers, want, strict=True):
-        assert_gradients(wrapper.module, table)
-        assert_same_on_all_ranks(wrapper.module)
-
-
-@each_variant
-@on_two_ranks
-def test_another_order_on_each_rank(options):
-    models = mlps(2)
-    wrappers = wrapped(models, **options)
-    for step in range(3):
-        train(wrappers, models, [[0, 1], [1, 0]], step)
-
-
-@each_variant
-@on_two_ranks
-def test_one_rank_uses_only_one_of_them(options):
-    models = mlps(3)
-    wrappers = wrapped(models, **options)
-    for step, orders in enumerate(([[0, 1, 2], [1]], [[2], [1, 0, 2]], [[0], [1]], [[], [2, 0, 1]])):
-        train(wrappers, models, orders, step)
-
-
-@on_two_ranks
-def test_hooks_that_take_one_bucket_at_a_time():
-    models = mlps(2)
-    wrappers = wrapped(models, bucket_cap_mb=1e-6)
-    for wrapper in wrappers:
-        # each in a group of its own, as the order of the wrappers differs
-        group = dist.new_group()
-        wrapper.register_comm_hook(group, allreduce_hook)
-    for step in range(2):
-        train(wrappers, models, [[0, 1], [1, 0]], step)
-
-
-class Busy(torch.autograd.Function):
-    """Keeps backward busy for a while."""
-
-    @staticmethod
-    def forward(ctx, x, rounds):
-        ctx.rounds = rounds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        square = torch.ones(200, 200)
-        for _ in range(ctx.rounds):
-            square = square @ square / 200
-        return gradient * square[0, 0], None
-
-
-class Slow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
-        self.rounds = 0
-
-    def forward(self, x):
-        return self.outer(Busy.apply(self.inner(x), self.rounds))
-
-
-@on_three_ranks
-def test_one_rank_is_slow():
-    models = [seeded(Slow) for _ in range(2)]
-    wrappers = wrapped(models)
-    for step in range(3):
-        for model in models:
-            model.rounds = 60 if dist.get_rank() == step else 0
-        train(wrappers, models, [[0, 1], [1, 0], [1, 0]], step)
-
-
-class Late(nn.Module):
-    """Nobody expects the gradient of its inner map, inside a reentrant checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.outer(checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True))
-
-
-@on_two_ranks
-def test_repairs():
-    models = [seeded(Late) for _ in range(2)]
-    wrappers = wrapped(models, bucket_cap_mb=1e-6)
-    for step in range(3):
-        train(wrappers, models, [[0, 1], [1, 0]], step)
 
 
 def random_orders(draw, count, world_size):
@@ -181,14 +51,20 @@ def run_path(model, recipe, rank, step):
     return sum(losses(model(recipe.batch(step, rank), recipe.path(step, rank))))
 
 
-def hold_random_models(seed):
-    """Hold random models to one process; the seed says which."""
+def hold_random_models(seed, *, hooked=False):
+    """Hold random models to one process; the seed says which.
+
+    Args:
+        hooked: Whether each has a hook of torch's, in a group of its own, as their order differs.
+    """
     draw, rank, world_size = random.Random(seed), dist.get_rank(), dist.get_world_size()
     recipes = [Recipe.random(10 * seed + k) for k in range(3)]
     models = [recipe.build() for recipe in recipes]
     twins = [recipe.build() for recipe in recipes]
     options = draw.choice(VARIANTS)
     wrappers = wrapped(models, **options, broadcast_buffers=draw.random() < 0.7)
+    for wrapper in wrappers if hooked else ():
+        wrapper.register_comm_hook(dist.new_group(), allreduce_hook)
     for step in range(3):
         orders = random_orders(draw, len(models), world_size)
         want = [[] for _ in models]
@@ -212,48 +88,13 @@ def hold_random_models(seed):
 @pytest.mark.parametrize("seed", range(4))
 @on_two_ranks
 def test_random_models_on_two_ranks(seed):
-    hold_random_models(seed)
+    hold_random_models(seed, hooked=seed > 1)
 
 
 @pytest.mark.parametrize("seed", range(10, 13))
 @on_three_ranks
 def test_random_models_on_three_ranks(seed):
-    hold_random_models(seed)
-
-
-@on_two_ranks
-def test_started_by_hand_in_another_order():
-    models = mlps(2)
-    wrappers = wrapped(models)
-    want = expected(models, [[0, 1], [0, 1]])
-    order = [0, 1] if dist.get_rank() else [1, 0]
-    with wrappers[0].no_sync(), wrappers[1].no_sync():
-        loss_of(wrappers, [0, 1], dist.get_rank()).backward()
-    for k in (0, 1):
-        wrappers[k].start_grad_sync()
-    for k in order:
-        wrappers[k].finish_grad_sync()
-    for wrapper, table in zip(wrappers, want, strict=True):
-        assert_gradients(wrapper.module, table)
-
-
-@pytest.mark.parametrize("last", [True, False], ids=["in the last", "in the first"])
-@each_variant
-@on_two_ranks
-def test_one_error_ends_the_backward_of_all(options, last):
-    models = [seeded(Fused) for _ in range(2)]
-    wrappers = wrapped(models, **options)
-    rank = dist.get_rank()
-    for turn in range(2):
-        places = [None if rank != turn else 0 if last else None, None if rank != turn or last else 2]
-        outputs = [wrapper(data(5, 4), place=place) for wrapper, place in zip(wrappers, places, strict=True)]
-        with pytest.raises(Broken if rank == turn else PeerAbortedError):
-            sum(outputs).pow(2).sum().backward()
-        # Only one of them is used next: the other ranks must not wait for the other one.
-        for wrapper in wrappers:
-            wrapper.zero_grad()
-        one_step(wrappers[turn], rank)
-        assert_gradients(models[turn], mean_gradients(models[turn], one_step))
+    hold_random_models(seed, hooked=seed == 12)
 
 
 @pytest.mark.parametrize("has_tied", [True, False], ids=["tied", "no_sync"])
@@ -308,25 +149,6 @@ def test_one_error_ends_the_backward_of_one_of_which_its_graph_uses_no_parameter
             one_step(wrapper, rank)
             assert_gradients(module, mean_gradients(module, one_step))
             wrapper.zero_grad()
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@on_two_ranks
-def test_megatron_wrappers(overlap):
-    rank = dist.get_rank()
-    wrappers = [graphs.wrap(overlap_grad_reduce=overlap, bucket_size=60) for _ in range(2)]
-    taken = [[0, 2], [1, 2]]
-    for step, how in enumerate(("plain", "reentrant")):
-        for wrapper in wrappers:
-            wrapper.zero_grad_buffer()
-        order = [0, 1] if rank else [1, 0]
-        total = sum(graphs.loss(wrappers[k], rank, step, taken=taken[rank], how=how) for k in order)
-        total.backward()
-        for k in order if overlap else (0, 1):
-            wrappers[k].finish_grad_sync()
-        passes = [(other, step, {"taken": taken[other], "how": how}) for other in range(2)]
-        for wrapper in wrappers:
-            graphs.hold(wrapper, graphs.mean_of(seeded(graphs.Branches), *passes))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -150,8 +150,8 @@ def samples(rank, step, dtype):
     return text, image if (rank + step) % 2 else None
 
 
-def hold_training(dtype, tolerance, *, steps=50, **options):
-    """Fifty steps give the parameters of one process that has trained on all samples."""
+def hold_training(*, steps=20, dtype=torch.float64, **options):
+    """Steps give the parameters of one process that has trained on all samples."""
     rank, size = dist.get_rank(), dist.get_world_size()
     one, module = seeded(Text, dtype), seeded(Text, dtype)
     wrapper = DistributedDataParallel(module, **options)
@@ -166,4 +166,4 @@ def hold_training(dtype, tolerance, *, steps=50, **options):
         for optimizer in optimizers:
             optimizer.step()
     for mine, expected in zip(module.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, **tolerance)
+        torch.testing.assert_close(mine, expected, **EXACT)
