@@ -19,6 +19,7 @@ import torch
 import elastic_program
 import ppe_ddp
 from ppe_ddp import elastic
+from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
 from ppe_ddp.elastic.training import _QuorumStore, steps_after
 from rank_tests import long
@@ -167,6 +168,7 @@ def test_a_store_that_is_silent_is_not_waited_for():
         meets.join(30)
     finally:
         server.kill()
+        rank_store._caller()._silent.exception(30)  # then the thread that calls stores is free for other tests
         torch.distributed.destroy_process_group()
     assert found
 

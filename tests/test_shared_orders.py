@@ -16,7 +16,7 @@ import pytest
 
 from ppe_ddp.backends.shared_memory import shared_reservation, step_queue
 from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, ControlPages
-from ppe_ddp.backends.shared_memory.step_queue import Peers, StepQueue
+from ppe_ddp.backends.shared_memory.step_queue import StepQueue
 from ppe_ddp.errors import CommunicationError
 from simulation.mutants import Mutant
 
@@ -176,9 +176,9 @@ class QueueRank:
     def __init__(self, rank, size, steps, *, can_be_given_up):
         waits = Fixed(at_failure=[], failure="given up", place="", look_now=bool, give_up=_give_up)
         progress = Fixed(lock=nullcontext(), fence=lambda: ask("fence"), add=id, progress=bool)
-        pages = [SimpleNamespace(words=Page(owner=other, start=0)) for other in range(size)]
-        peers = Peers(Fixed(local_rank=rank, local=range(size)), range(size), pages, (), ())
-        self.queue = StepQueue(SimpleNamespace(waits=waits, progress=progress), None, peers, 8)
+        pages = [SimpleNamespace(space=other, words=Page(owner=other, start=0)) for other in range(size)]
+        layout = Fixed(local_rank=rank, local=range(size), nodes=range(1))
+        self.queue = StepQueue(SimpleNamespace(waits=waits, progress=progress), None, layout, pages, 8)
         Tape([0])
         self.steps = self.queue.launch([Step(rank, number + 1) for number in range(steps)], None)
         for one in self.steps:

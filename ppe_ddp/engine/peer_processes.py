@@ -241,10 +241,7 @@ class _Page:
     """The page of this process, and those of others that it has mapped."""
 
     def __init__(self) -> None:
-        # Numbers of processes are those of one namespace, and /proc may show another one's.
-        if int(os.readlink("/proc/self")) != os.getpid():
-            raise OSError("/proc does not show this process by its number")
-        self.node = node_name().hex() + os.readlink("/proc/self/ns/pid")
+        self.node = node_name().hex() + _pid_namespace()
         self.descriptor, self._map = new_memory_file(_PAGE_BYTES)
         token = secrets.token_bytes(TOKEN_BYTES)
         self._map[:TOKEN_BYTES] = token
@@ -340,6 +337,13 @@ def _condition(address: ProcessAddress) -> Condition:
     if state in "ZXx" or started != address.started:
         return Condition.ENDED
     return Condition.STOPPED if state in "Tt" else Condition.RUNNING
+
+
+def _pid_namespace() -> str:
+    """In which processes have these numbers; OSError where /proc shows those of another one."""
+    if int(os.readlink("/proc/self")) != os.getpid():
+        raise OSError("/proc does not show this process by its number")
+    return os.readlink("/proc/self/ns/pid")
 
 
 def _has_ended(address: ProcessAddress) -> bool:

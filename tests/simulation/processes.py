@@ -128,6 +128,7 @@ def simulated():
             _page=_page,
             _condition=_condition,
             _started=lambda _pid: 0,
+            _pid_namespace=str,
             node_name=lambda: Pages.current.node(),
             new_memory_file=lambda nbytes: Pages.current.new(nbytes),
             path_of=lambda pid, _descriptor: pid,
