@@ -24,7 +24,12 @@ class Late(ShardedModel):
 
     failures = SimpleNamespace(wait=lambda pending, _device: pending.wait())
     groups = SimpleNamespace(
-        generation=0, is_closed=False, failures=failures, fail=lambda error, phase: None, gathers=set(), user=lambda: None
+        generation=0,
+        is_closed=False,
+        failures=failures,
+        fail=lambda error, phase: None,
+        gathers=set(),
+        user=lambda: None,
     )
     group = None
 
