@@ -120,13 +120,29 @@ def test_files_and_functions_are_small():
                 assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
 
 
-def test_importing_is_light():
-    script = "import sys, torch, torch.distributed.algorithms.join, torch.profiler; before = set(sys.modules); "
-    script += "import ppe_ddp; print(*sorted(set(sys.modules) - before))"
-    new = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    heavy = {"mpi4py", "cupy", "pytorch_pfn_extras", "torch._dynamo", "rich", "sklearn"}
-    assert not heavy & ({name.split(".")[0] for name in new} | set(new))
-    assert "ppe_ddp.ddp" in new
+STEP = """
+import sys, torch, torch.distributed as dist, torch.distributed.algorithms.join, torch.profiler
+before = set(sys.modules)
+import ppe_ddp
+print(*set(sys.modules) - before)
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(1, 1))
+for _ in range(2):
+    model(torch.ones(1, 1)).sum().backward()
+print(*set(sys.modules) - before)
+"""
+
+
+def test_an_import_and_a_step_import_nothing_heavy(tmp_path):
+    command = [sys.executable, "-c", STEP, f"file://{tmp_path}/store"]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    lines = [line for rank in ranks for line in rank.communicate(timeout=120)[0].splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        new = set(line.split())
+        heavy = {"mpi4py", "cupy", "pytorch_pfn_extras", "torch._dynamo", "rich", "sklearn"}
+        assert not heavy & ({name.split(".")[0] for name in new} | new)
+        assert "ppe_ddp.ddp" in new
 
 
 def test_public_names_are_documented():

@@ -39,7 +39,7 @@ from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.reduction import annotate
-from ppe_ddp.engine.zero.parameter_gather import wait_for
+from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
 from ppe_ddp.engine.zero.shards import flattened, is_dense
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import broadcast, name_of
@@ -412,7 +412,8 @@ class DriftCheck:
 
 
 def _is_comparable(parameter: nn.Parameter) -> bool:
-    wait_for(parameter)  # one that is being gathered has another class until then, on each rank for another time
+    if type(parameter) is PendingParameter:  # until it has come, on each rank at another time
+        wait_for(parameter)
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
