@@ -43,6 +43,17 @@ def test_a_store_that_cannot_delete_keeps_all():
     keys.delete_all()
 
 
+def test_a_rank_that_has_come_and_left_is_not_waited_for_in_vain():
+    store = dist.HashStore()
+    here, there = (Meeting(WrittenKeys(store), "all come", rank, 2) for rank in range(2))
+
+    def find_lost():
+        there.come("b")  # and its program has ended before this rank has read that all have come
+        raise CommunicationError("rank 1 has left")
+
+    assert here.words("a", find_lost, 60).words == ["a", "b"]
+
+
 def test_who_speaks_first_decides_for_all_ranks():
     store = dist.HashStore()
 

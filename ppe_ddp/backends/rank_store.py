@@ -306,7 +306,9 @@ class Meeting:
                 return self.refuse([self.absent(), ""])
         except BaseException as error:  # also an interrupt: the others need not wait for this rank
             with suppress(RuntimeError):  # the store may be gone
-                self.refuse([[self._rank], f"{type(error).__name__}: {error}"])
+                outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}"])
+                if outcome.words and isinstance(error, CommunicationError):  # the lost rank had come: it is past this
+                    return outcome
             raise
         return found[0]
 
