@@ -1,9 +1,10 @@
-"""The files of examples/clusters say what they are to say: each is parsed, and each command is run, or run dry."""
+"""The files of examples/clusters say what they are to say: each is parsed, and each command is run, or run dry, or parsed."""
 
 import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import parse_args
 
 from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
@@ -101,6 +102,17 @@ def test_kubeflow(name):
         assert job["spec"]["trainer"]["command"][:3] == ["mpirun", "-n", str(ranks)]
         jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
         assert [one["name"] for one in jobs] == ["node", "launcher"]
+
+
+def test_torchrun_takes_what_kubeflow_tells_it(monkeypatch):
+    trainer = yaml.safe_load((CLUSTERS / "kubeflow_torch.yaml").read_text())["spec"]["trainer"]
+    told = {"nnodes": trainer["numNodes"], "nproc_per_node": trainer["numProcPerNode"], "node_rank": 1}
+    for name, value in (told | {"master_addr": "train-node-0-0.train"}).items():
+        monkeypatch.setenv(f"PET_{name.upper()}", str(value))
+    launcher, *words = trainer["command"]
+    read = parse_args(words)
+    assert {name: int(getattr(read, name)) for name in told} == told
+    assert (launcher, read.training_script, read.master_addr) == ("torchrun", "train.py", "train-node-0-0.train")
 
 
 def test_every_file_is_on_the_page():
