@@ -1,4 +1,4 @@
-"""The files of examples/clusters say what they are to say: each is parsed, and each command is run, or run dry, or parsed."""
+"""The files of examples/clusters say what they are to say: each is parsed, and each command run, run dry or parsed."""
 
 import os
 from pathlib import Path

@@ -282,10 +282,11 @@ class Meeting:
     def _keys(self) -> list[str]:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 
-    def words(self, word: Any, look: Callable[[], None], seconds: float) -> MeetingOutcome:
+    def words(self, word: Any, look: Callable[[], None], seconds: float, *, may_leave: bool = False) -> MeetingOutcome:
         """Come, and wait for the outcome; after so many seconds this rank refuses.
 
         Moves meanwhile what is under way in all groups: a rank may need it to come. ``look`` raises what ends the wait.
+        With ``may_leave`` a rank that has come and is gone since is not missed.
 
         Returns:
             The outcome. Its refusal is the list of absent ranks, and the error that has ended the wait of the rank that
@@ -307,7 +308,7 @@ class Meeting:
         except BaseException as error:  # also an interrupt: the others need not wait for this rank
             with suppress(RuntimeError):  # the store may be gone
                 outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}"])
-                if outcome.words and isinstance(error, CommunicationError):  # the lost rank had come: it is past this
+                if may_leave and outcome.words and isinstance(error, CommunicationError):
                     return outcome
             raise
         return found[0]
@@ -372,13 +373,16 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     return turn
 
 
-def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None) -> list[Any]:
+def exchange(
+    group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None, *, may_leave: bool = False
+) -> list[Any]:
     """The words of all ranks of ``group``, one of torch's, in their order; all of them must call this together.
 
     By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
     rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
     duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it. The
-    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait.
+    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait, unless all
+    have come and ``may_leave``: then a rank that is gone since is not missed.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.
@@ -386,7 +390,7 @@ def exchange(group: ProcessGroup, name: str, word: Any, look: Callable[[], None]
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     seconds = (timeout_of(group) or default_pg_timeout).total_seconds()
     store = WrittenKeys(store_of(group))
-    outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds)
+    outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds, may_leave=may_leave)
     if not outcome.words:
         look()  # it may know why
         absent, reason = outcome.refusal

@@ -409,7 +409,8 @@ class Groups:
             phase: The only one in which a failure counts; empty for all.
         """
         look = functools.partial(self._look, phase)
-        return exchange(self.parent, f"{self.name}/{self.generation}/{what}", word, look)
+        name = f"{self.name}/{self.generation}/{what}"
+        return exchange(self.parent, name, word, look, may_leave=phase == START)
 
     def _look(self, phase: str = "") -> None:
         self.failures.check(phase)
