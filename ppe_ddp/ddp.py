@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ppe_ddp.comm_hooks import NOT_GIVEN, BufferHook, Hooks
+from ppe_ddp.comm_hooks import NOT_GIVEN, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
@@ -33,7 +33,7 @@ from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs, tensors_in
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
-from ppe_ddp.torch_internals import BufferCommHookLocation, call_uncompiled, is_in_join
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
-    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction, Waitable
+    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.stragglers import RankTime
 
@@ -265,17 +265,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         # torch does not take back what it sets at the beginning of join(); DdpJoinHook does at its end.
         if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
             Join.notify_join_context(self)
-        if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
-            self._hooks.buffers.before_forward(self._module_state.buffers())
         return self._inputs.to_device(args, kwargs)
 
     def _leave(self, outputs: Any) -> Any:
-        reducer, synchronizes = self._reducer, torch.is_grad_enabled()
-        if reducer is not None and self._hooks.buffers is not None and self.forward_sync_buffers:
-            buffers = self._module_state.buffers()
-            self._hooks.buffers.after_forward(buffers, synchronizes=synchronizes and reducer.enabled)
-        if reducer is not None and synchronizes:
-            reducer.watch(tensors_in(outputs), is_training=self.training)
+        if self._reducer is not None and torch.is_grad_enabled():
+            self._reducer.watch(tensors_in(outputs), is_training=self.training)
         if EventLog.current is not None:
             EventLog.current.end("forward", self, type(self.module).__name__)
         return outputs
@@ -401,8 +395,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._hooks.comm_state.begin(groups, self._module_state.specs)
             compressing = CompressorReduction(self._hooks.compressor, self._hooks.comm_state, groups)
             synchronizer.use_reduction(compressing, self._packing())
-        if self._hooks.buffers is not None:
-            synchronizer.use_buffer_hook(self._hooks.buffers.finishing, self._hooks.buffers.title)
         self._reducer.shared.take_turns()
 
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
@@ -438,16 +430,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 self._reducer.groups.await_start()
                 warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
         return handle
-
-    def _register_buffer_comm_hook(
-        self,
-        state: Any,
-        hook: Callable[[Any, dict[str, Tensor]], Sequence[Waitable] | None],
-        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
-    ) -> None:
-        """Let ``hook(state, buffers)`` synchronize the buffers, not the broadcast; the same on all ranks."""
-        self._hooks.buffers = BufferHook(state, hook, comm_hook_location)
-        self._use_hooks()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
@@ -502,7 +484,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self.module,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
             before=self._ready,
-            with_buffer_hook=self._hooks.buffers is not None,
         )
 
     @property

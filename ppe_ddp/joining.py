@@ -50,14 +50,8 @@ class DdpJoinHook(JoinHook):
         *,
         divide_by_initial_world_size: bool,
         before: Callable[[], object],
-        with_buffer_hook: bool = False,
     ) -> None:
         super().__init__()
-        if with_buffer_hook:
-            raise UnusableError(
-                "join() is not for a wrapper with a buffer hook, which a rank that has run out does not call: give "
-                "that rank finish_grad_sync() and a call of the hook instead"
-            )
         if reducer is not None and reducer.synchronizer.sharded_parameters is not None:
             raise UnusableError(
                 f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "

@@ -20,7 +20,6 @@ from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -46,9 +45,6 @@ def tried_versions() -> str:
         return known
     return f"{known}: in a checkout of ppe_ddp, `python -m pytest tests/test_torch_internals.py` tries it"
 
-
-BufferCommHookLocation = _BufferCommHookLocation
-"""When torch's ``_register_buffer_comm_hook`` has a hook called."""
 
 IncompatibleKeys = _IncompatibleKeys
 """What ``nn.Module.load_state_dict`` gives back."""

@@ -20,10 +20,6 @@ def square(model, rank=0):
     model(data(5, 4, rank=rank)).pow(2).sum().backward()
 
 
-def buffer_hook(state, buffers):
-    return []
-
-
 PLUGS = {
     "a hook": ((), (None, allreduce_hook), "gradients averaged by communication hook allreduce_hook"),
     "no hook": (
@@ -88,15 +84,6 @@ def test_functions_and_hooks_of_ppe_may_differ():
     square(wrapper, dist.get_rank())
     assert_gradients(module, mean)
     assert len(seen) == dist.get_rank()
-
-
-@on_two_ranks
-def test_one_rank_synchronizes_buffers_by_something_else():
-    wrapper = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
-    if dist.get_rank():
-        wrapper._register_buffer_comm_hook(None, buffer_hook)
-    with pytest.raises(DisagreementError, match="rank 1 has buffers synchronized by communication hook buffer_hook"):
-        square(wrapper)
 
 
 @pytest.mark.parametrize("option", ["init_sync", "shared_memory"])

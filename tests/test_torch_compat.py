@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from library_warnings import library_warnings
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded, square
@@ -163,66 +162,6 @@ def test_no_sync_of_a_copy_holds_from_its_first_forward():
     with twin.no_sync():
         square(twin, dist.get_rank())
     assert twin.trace() is None
-
-
-# A hook before the forward has to wait itself, as the forward uses the buffers.
-@pytest.mark.parametrize(
-    ("location", "waits"),
-    [
-        (_BufferCommHookLocation.PRE_FORWARD, "itself"),
-        (_BufferCommHookLocation.POST_FORWARD, "itself"),
-        (_BufferCommHookLocation.POST_FORWARD, "a future"),
-        (_BufferCommHookLocation.POST_FORWARD, "what writes at the end"),
-    ],
-)
-@on_two_ranks
-def test_a_buffer_hook_takes_the_place_of_the_broadcast(location, waits):
-    class AllReduceInWait:
-        def __init__(self, tensor):
-            self.tensor = tensor
-            with torch.enable_grad():  # C++ has it too, as a Work of gloo has while it is in flight
-                self.graph = tensor * torch.ones(4, requires_grad=True)
-
-        def wait(self):
-            dist.all_reduce(self.tensor)
-
-    def average_means(state, buffers):
-        state.append(sorted(buffers))
-        means = buffers["running_mean"].div_(2)
-        if waits == "what writes at the end":
-            return [AllReduceInWait(means)]
-        work = dist.all_reduce(means, async_op=True)
-        if waits == "itself":
-            work.wait()
-            return None
-        return [work.get_future()]
-
-    module = nn.BatchNorm1d(4)
-    wrapper = DistributedDataParallel(module)
-    calls = []
-    wrapper._register_buffer_comm_hook(calls, average_means, comm_hook_location=location)
-    rank, before = dist.get_rank(), location is _BufferCommHookLocation.PRE_FORWARD
-    module.running_mean.fill_(rank)
-    square(wrapper, rank)  # batch norm has saved the buffer that the hook changes
-    assert calls == [["num_batches_tracked", "running_mean", "running_var"]]
-    moved = [0.9 * (0.5 if before else r) + 0.1 * data(5, 4, rank=r).mean(0) for r in range(2)]
-    torch.testing.assert_close(module.running_mean, moved[rank] if before else (moved[0] + moved[1]) / 2)
-    with wrapper.no_sync():
-        square(wrapper, rank)
-        assert len(calls) == 2
-        square(wrapper, rank)  # the one before was not to be synchronized
-    assert len(calls) == 2
-    with pytest.raises(RuntimeError, match="buffer hook"), wrapper.join():
-        pass
-
-
-@on_two_ranks
-def test_no_buffer_hook_is_called_without_synchronization_of_buffers():
-    wrapper = DistributedDataParallel(nn.BatchNorm1d(4), forward_sync_buffers=False)
-    wrapper._register_buffer_comm_hook([], lambda state, buffers: pytest.fail("called"))
-    square(wrapper, dist.get_rank())
-    with pytest.raises(TypeError, match="buffer hook must be callable, not int"):
-        wrapper._register_buffer_comm_hook(None, 3)
 
 
 @on_two_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from inspect import signature
 from types import CodeType
 from typing import TYPE_CHECKING, Any, cast
 from warnings import catch_warnings, simplefilter
@@ -18,7 +17,6 @@ from ppe_ddp.torch_internals import (
     CALL_ATTRIBUTES,
     CHECKPOINT_NAMES,
     IGNORED_NAMES,
-    BufferCommHookLocation,
     IncompatibleKeys,
     at_end_of_backward,
     buffer_table,
@@ -467,12 +465,6 @@ def _marks() -> bool:
     return found == [True, True, False] and getattr(module, IGNORED_NAMES) == ["weight"]
 
 
-def _buffer_comm_hook_location() -> bool:
-    register = DistributedDataParallel._register_buffer_comm_hook
-    locations = {BufferCommHookLocation.PRE_FORWARD, BufferCommHookLocation.POST_FORWARD}
-    return signature(register).parameters["comm_hook_location"].default in locations
-
-
 def _uncompiled() -> bool:
     return bool(uncompiled(lambda: 1)() == call_uncompiled(lambda: 1))
 
@@ -518,7 +510,6 @@ _MODULE_TRIALS: tuple[tuple[Callable[..., Any], Callable[[], bool]], ...] = (
     (in_backward_optimizers, _in_backward_optimizers),
     (step_hooks, _step_hooks),
     (is_marked_ignored, _marks),
-    (BufferCommHookLocation, _buffer_comm_hook_location),
     (call_uncompiled, _uncompiled),
     (uncompiled_hook, _uncompiled_hook),
     (is_scaler_check, _is_scaler_check),

@@ -118,7 +118,6 @@ class BucketSynchronizer(Synchronizer):
         self._dropped_forwards = DroppedForwards(groups.rank)
         self._buffer_writes = BufferWrites()
         self.times = RankTimes(groups.rank)
-        self._finishing_buffers: Callable[[Groups], Steps] | None = None
         self.scale_by_active = False
         """Whether to divide by the ranks that take part instead of by all."""
         self.announce: Callable[[], None] | None = None
@@ -186,12 +185,6 @@ class BucketSynchronizer(Synchronizer):
         self.negotiation.repack(own)
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
         self._buckets_of = self._make_buckets()
-
-    def use_buffer_hook(self, finishing: Callable[[Groups], Steps], title: str) -> None:
-        """Let a hook change buffers in place of the broadcast, if there is one. All ranks must call this together."""
-        if self._policy.broadcast_buffers is not None:
-            self._finishing_buffers = finishing
-            self.negotiation.use_plug("buffers synchronized by", title)
 
     def shard(self) -> ShardedParameters:
         """Let every rank keep only its shards from now on. All ranks must call this together."""
@@ -404,9 +397,7 @@ class BucketSynchronizer(Synchronizer):
         assert function is not None
         assert backward.agreement is not None
         sources = sources_of(buffers, backward.agreement.senders(writers))
-        if self._finishing_buffers is not None:
-            yield from self._finishing_buffers(self._groups)
-        elif backward.aborted:  # and this rank's module may be another since then
+        if backward.aborted:  # and this rank's module may be another since then
             past = [buffer.clone() for buffer in buffers.values()]
             yield from broadcasting(function, past, self._groups, sources=sources)
         else:
