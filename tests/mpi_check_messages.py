@@ -92,25 +92,6 @@ def message_that_nobody_sends():
             dist.send(torch.full((1,), 5.0), group=group, group_dst=0, tag=99)
 
 
-@check(ranks=2)
-def monitored_barrier():
-    from ppe_ddp import CommunicationError
-
-    group = dist.new_group()
-    group.monitored_barrier(timedelta(seconds=20))
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    if rank == last:
-        return
-    if rank == 0:  # when all others but one have been there
-        for peer in range(1, last):
-            dist.recv(torch.empty(1), peer)
-    missing = rf"ranks \[{last}\] did not reach" if rank == 0 else "no answer from rank 0"
-    with pytest.raises(CommunicationError, match=missing):
-        group.monitored_barrier(timedelta(milliseconds=50), wait_all_ranks=True)
-    if rank > 0:
-        dist.send(torch.ones(1), 0)
-
-
 @check()
 def objects():
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -15,7 +15,6 @@ import functools
 import os
 import weakref
 from itertools import repeat, starmap
-from time import monotonic
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,8 @@ from ppe_ddp.backends.group_internals import is_registered
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.work import Waits, combined
-from ppe_ddp.errors import CommunicationError, UnusableError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -264,7 +263,6 @@ class PendingGroup(CollectiveGroup):
         self._coalesced: list[Any] | None = None
         self._closed = False
         self._comparison: CollectiveComparison | None = None
-        self._barriers = 0
 
     def _connect(
         self,
@@ -290,39 +288,6 @@ class PendingGroup(CollectiveGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank is here; the host waits, not a CUDA stream."""
         return self._run("barrier", self._over.barrier, [()], None)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until every rank is here, or raise CommunicationError on rank 0 with those that are missing."""
-        self._check_open("monitored_barrier")
-        self._barriers += 1
-        rank, place = self.rank(), self._waits.place
-        seconds = (
-            timeout.total_seconds() if timeout is not None and timeout.total_seconds() > 0 else self._waits.timeout
-        )
-        end, store = monotonic() + seconds, self._keys.under(f"barrier/{self._barriers}")
-        keys = [str(one) for one in range(self.size())]
-        store.set(keys[rank], "")
-
-        def absent() -> list[int]:
-            return [one for one, key in enumerate(keys) if not store.check([key])]
-
-        here = paced(lambda: store.check(keys if rank == 0 else ["done"]))
-        self._waits.until(lambda: here() or monotonic() > end, "monitored_barrier", absent)
-        missing = absent() if rank == 0 else []
-        if missing:
-            raise CommunicationError(
-                f"{place}: ranks {missing if wait_all_ranks else missing[:1]} did not reach monitored_barrier within "
-                f"{seconds:g} s"
-            )
-        if rank == 0:
-            store.set("done", "")
-        elif not store.check(["done"]):
-            raise CommunicationError(
-                f"{place}: monitored_barrier had no answer from rank 0 within {seconds:g} s; its error says which rank "
-                "is missing"
-            )
-
-    monitoredBarrier = monitored_barrier
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
         """Start to send one tensor; complete when the tensor may be changed again."""
