@@ -82,7 +82,6 @@ def test_a_bucket_is_closed_when_it_is_full_and_not_before(situation):
         last = max(bucket.members, key=order.index)
         is_large = specs[last].nbytes >= packing.adopt_bytes
         assert bucket.sparse == specs[last].sparse
-        assert bucket.adopted == (is_large and not bucket.sparse)
         if bucket.sparse or is_large:
             assert len(bucket.members) == 1
             ends.append(order.index(last))
@@ -267,9 +266,8 @@ def test_a_launch_is_triggered_by_each_large_gradient_and_by_so_many_bytes_of_sm
 
 
 @pytest.mark.parametrize(("numel", "does"), [((1 << 14) - 1, False), (1 << 14, True)])
-def test_a_gradient_of_just_the_size_triggers_and_is_adopted(numel, does):
+def test_a_gradient_of_just_the_size_triggers_and_is_alone(numel, does):
     ours = Planner([spec(numel)], Packing(1 << 20, 1 << 16))
     assert (0 in ours.launch_triggers) is does
-    assert [bucket.adopted for bucket in ours.plan(b"\1").buckets] == [does]
     beside = Planner([spec(1), spec(numel)], Packing(1 << 20, 1 << 16))
     assert members(beside.plan(b"\1\1")) == ([(1,), (0,)] if does else [(1, 0)])

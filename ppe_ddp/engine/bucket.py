@@ -467,7 +467,6 @@ def buckets_of_plans(
     context: BucketContext,
     pool: MemoryPool,
     scattered: Callable[[BucketPlan, BucketContext, bytes], Bucket] | None = None,
-    capacity: int = _PLANS,
 ) -> Callable[[Plan], Sequence[Bucket]]:
     """A function that makes the buckets of a plan, and gives the same objects while the plan is one of the latest.
 
@@ -475,7 +474,6 @@ def buckets_of_plans(
         context: What all buckets have in common.
         pool: Memory for those that are packed.
         scattered: Makes a bucket of dense gradients that is reduce-scattered; None to all-reduce.
-        capacity: The number of plans.
     """
 
     def made(plan: BucketPlan, present: bytes) -> Bucket:
@@ -485,7 +483,7 @@ def buckets_of_plans(
             return scattered(plan, context, present)
         return PackedBucket(plan, context, present, pool=pool)
 
-    return lru_cache(capacity)(lambda plan: [made(bucket, plan.present) for bucket in plan.buckets])
+    return lru_cache(_PLANS)(lambda plan: [made(bucket, plan.present) for bucket in plan.buckets])
 
 
 B = TypeVar("B", bound=Bucket)

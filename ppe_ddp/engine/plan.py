@@ -146,7 +146,6 @@ class BucketPlan:
         numel: Its size in elements.
         dtype: Of all members.
         device: Of all members.
-        adopted: Whether the single member is alone because of its size.
         sparse: Whether the single member is sparse.
         row_major: Whether all members are.
         node: The only node on which its gradients exist; None where several have some, or it is not known.
@@ -158,7 +157,6 @@ class BucketPlan:
     numel: int
     dtype: torch.dtype
     device: torch.device
-    adopted: bool
     sparse: bool
     row_major: bool
     node: int | None = None
@@ -243,7 +241,6 @@ def _place(
 ) -> BucketPlan:
     """Give the members their offsets; ``node`` is -1 where they have none in common."""
     first = specs[members[0]]
-    adopted = len(members) == 1 and not first.sparse and first.nbytes >= packing.adopt_bytes
     row_major = all(specs[i].is_row_major for i in members)
     if row_major and not packing.fixed:
         members = _alike_together(members, specs)
@@ -258,7 +255,6 @@ def _place(
         numel,
         first.dtype,
         first.device,
-        adopted,
         first.sparse,
         row_major,
         node if node >= 0 else None,

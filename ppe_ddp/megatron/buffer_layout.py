@@ -124,7 +124,6 @@ def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> B
         numel=numel,
         dtype=kind.grad_dtype,
         device=kind.device,
-        adopted=False,
         sparse=False,
         row_major=all(item.row_major for item in members),
     )

@@ -4,7 +4,7 @@ A bucket is whatever exists in a step, so no buffer is laid out beforehand: each
 ``shards.py``), and every rank gets its chunks of any bucket in one message.
 
     packed     .grad -> rows, one a rank -> reduce-scatter -> this rank's row of the average
-    adopted    .grad, where it lies in memory as such rows -> reduce-scatter -> this rank's row of the average
+    in place   .grad, where it lies in memory as such rows -> reduce-scatter -> this rank's row of the average
 """
 
 from __future__ import annotations
