@@ -15,15 +15,7 @@ import torch
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
-from ppe_ddp.compression.compressor import (
-    WIDE,
-    Compressor,
-    FlatGradients,
-    Link,
-    Segment,
-    are_finite,
-    together,
-)
+from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import AllPending, GradBucket, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction

@@ -344,11 +344,7 @@ class FiniteCheck:
         return self.status == 0
 
     def error(
-        self,
-        negotiation: Negotiation,
-        groups: Groups,
-        statuses: Sequence[int],
-        indices: Sequence[int] | None = None,
+        self, negotiation: Negotiation, groups: Groups, statuses: Sequence[int], indices: Sequence[int] | None = None
     ) -> Generator[Probe | None, None, NonFiniteGradientError]:
         """Exchange the names, as steps on all ranks, and make the error for them.
 

@@ -122,11 +122,7 @@ def duplicates(
 
 
 def _over_shm(
-    parent: ProcessGroup,
-    backends: dict[str, str],
-    name: str,
-    options: ShmOptions,
-    before_each: Callable[[str], object],
+    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before_each: Callable[[str], object]
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """The same, with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]

@@ -64,14 +64,7 @@ from ppe_ddp.engine.group_duplicates import (
     release_all,
 )
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
-from ppe_ddp.errors import (
-    AbortedError,
-    CommunicationError,
-    PeerAbortedError,
-    PpeDdpError,
-    UnusableError,
-    clear_frames,
-)
+from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError, clear_frames
 from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:

@@ -232,13 +232,7 @@ def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packin
     return groups
 
 
-def _place(
-    index: int,
-    members: list[int],
-    specs: Sequence[ParameterSpec],
-    packing: Packing,
-    node: int,
-) -> BucketPlan:
+def _place(index: int, members: list[int], specs: Sequence[ParameterSpec], packing: Packing, node: int) -> BucketPlan:
     """Give the members their offsets; ``node`` is -1 where they have none in common."""
     first = specs[members[0]]
     row_major = all(specs[i].is_row_major for i in members)
