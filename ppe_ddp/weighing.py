@@ -107,12 +107,10 @@ class Weights:
         has_nonzero: Tells whether this rank has anything but zeros of some gradients.
 
     Attributes:
-        parameters: Of the wrapper.
         total: The sum of the counts.
         is_weighed: Whether there are any.
         is_nothing: Whether there are, and all are 0.
         synchronized: The sum of all ranks' counts in the last synchronization.
-        is_refused: Whether each rank trains by itself, where a count has no meaning.
     """
 
     _all: ClassVar[weakref.WeakSet[Weights]] = weakref.WeakSet()
@@ -120,7 +118,7 @@ class Weights:
     def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
         self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and what it found
-        self.parameters: Sequence[_Parameter] = ()
+        self.parameters: Sequence[_Parameter] = ()  # of the wrapper
         self._has_nonzero = has_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -128,7 +126,7 @@ class Weights:
         self._task = -1
         self._is_used = False
         self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
-        self.is_refused = False
+        self.is_refused = False  # whether each rank trains by itself, where a count has no meaning
 
     @staticmethod
     def are_used() -> bool:

@@ -70,44 +70,7 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
 
 
 class Backward:
-    """The state of one synchronized backward. Each attribute has one writer; only methods change the phase.
-
-    Args:
-        names: Of all parameters.
-        is_manual: Whether a call has begun it, and not autograd.
-        silent: Whether this rank contributes nothing and takes nothing.
-        turn: When it may launch, among those of wrappers that share parameters with its own; None if there are none.
-        is_empty: Whether it reaches no parameter, as far as autograd tells.
-
-    Attributes:
-        phase: The current phase.
-        silent: Whether this rank contributes nothing and takes nothing: it only makes the calls that others wait for.
-        aborted: Whether that is because its own backward raised; the vote tells the other ranks.
-        is_manual: The argument.
-        is_empty: The argument.
-        turn: The argument.
-        schedule: Launches the buckets of the current round; None before the plan is known, and when all is over.
-        rounds: The schedules so far: that of the plan, and of a second round.
-
-    Attributes that the reducer writes:
-        waiting: One byte a parameter: how much its bucket still waits for, which is its gradient where that is
-            expected here and has not arrived. None while the mask is not made before backward is over.
-        unexpected: Parameters whose gradient arrived without being expected, or once more.
-        arrivals: Parameters in the order in which their gradients arrived.
-        dropped: How many forwards of this rank had no backward so far (``grad_hooks.py``).
-        alive: Returns None once the graph task of this backward is gone.
-        met: The error of another rank, to be raised when this backward is over; None where there is none.
-
-    Attributes that the synchronizer writes:
-        exchange: The mask exchange; None before.
-        launch_triggers: The parameters at whose arrival the reducer launches the buckets that are ready.
-        agreement: What came of it; None before.
-        weight: What this rank's gradients are multiplied by before they are averaged; None where no rank weighs.
-        late: Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
-        averaged: One byte a parameter: whether its average is in ``.grad``.
-        is_writer: Whether this rank has written buffers of each submodule that has any.
-        buffers: The module's buffers by name, as all ranks have agreed on them; empty if they are not broadcast.
-    """
+    """The state of one synchronized backward. Each attribute has one writer; only methods change the phase."""
 
     def __init__(
         self,
@@ -119,27 +82,33 @@ class Backward:
         is_empty: bool = False,
     ) -> None:
         self.phase = Phase.BEGUN
-        self.silent, self.aborted = silent, False
-        self.is_manual = is_manual
-        self.is_empty = is_empty
-        self.turn = turn
+        self.silent = silent  # this rank contributes and takes nothing: it only makes the calls that others wait for
+        self.aborted = False  # whether that is because its own backward raised; the vote tells the other ranks
+        self.is_manual = is_manual  # whether a call has begun it, and not autograd
+        self.is_empty = is_empty  # whether it reaches no parameter, as far as autograd tells
+        self.turn = turn  # when it may launch, among wrappers that share parameters; None if there are none
         self.recorder = Recorder(names)
-        self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
-        self.exchange: MaskExchange | None = None
-        self.launch_triggers: Collection[int] = ()
-        self.agreement: Agreement | None = None
-        self.weight: float | None = None
+        # Launches the buckets of the current round; None before the plan is known, and when all is over.
         self.schedule: LaunchSchedule[Any] | None = None
-        self.rounds: list[LaunchSchedule[Any]] = []
-        self.unexpected: list[int] = []
-        self.arrivals: list[int] = []
+        self.rounds: list[LaunchSchedule[Any]] = []  # that of the plan, and of a second round
+        # The reducer writes these. One byte a parameter: how much its bucket still waits for, which is its gradient
+        # where that is expected here and has not arrived. None while the mask is not made before backward is over.
+        self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
+        self.unexpected: list[int] = []  # parameters whose gradient arrived without being expected, or once more
+        self.arrivals: list[int] = []  # parameters in the order in which their gradients arrived
+        self.dropped = 0  # how many forwards of this rank had no backward so far (``grad_hooks.py``)
+        self.alive: Callable[[], object] = lambda: True  # returns None once the graph task is gone
+        self.met: Exception | None = None  # the error of another rank, to be raised when this backward is over
+        # The synchronizer writes these.
+        self.exchange: MaskExchange | None = None  # the mask exchange
+        self.launch_triggers: Collection[int] = ()  # at whose arrival the reducer launches the buckets that are ready
+        self.agreement: Agreement | None = None  # what came of the mask exchange
+        self.weight: float | None = None  # what gradients are multiplied by before averaging; None: no rank weighs
+        # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         self.late: dict[int, Tensor] = {}
-        self.dropped = 0
-        self.averaged = b""
-        self.is_writer: list[bool] = []
-        self.buffers: dict[str, Tensor] = {}
-        self.alive: Callable[[], object] = lambda: True
-        self.met: Exception | None = None
+        self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
+        self.is_writer: list[bool] = []  # whether this rank has written buffers of each submodule that has any
+        self.buffers: dict[str, Tensor] = {}  # by name, as all ranks agree on them; empty if they are not broadcast
 
     @property
     def has_run_out(self) -> bool:
@@ -204,12 +173,9 @@ class Backward:
 
 
 class EndOfBackward:
-    """The callback that autograd calls at the end of a backward.
+    """The callback that autograd calls at the end of a backward; it calls ``then`` with the backward that has ended.
 
     Autograd drops it with its graph task, also where the backward raises: a weak reference that is dead shows that.
-
-    Args:
-        then: Called with the backward that has ended.
     """
 
     __slots__ = ("__weakref__", "_then", "backward")
@@ -232,18 +198,10 @@ class Synchronizer(ABC):
     """Synchronizes gradients with the other ranks.
 
     For each backward, every rank calls ``start_negotiation()``, ``make_schedule()`` and ``complete()``, in this order.
-
-    Args:
-        groups: The process groups that it communicates in.
-
-    Attributes:
-        groups: The argument.
-        empties_grad: Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them.
-        knows_of_failure: Whether this step has failed, so that all ranks know of it.
-        weights: How much the gradients that were not synchronized yet stand for.
     """
 
     empties_grad = False
+    """Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them."""
     is_split = False
     """Whether the model is split over other ranks, so that its layers communicate in backward. An error of another rank
     then waits for the end of backward: a rank that left it would keep those waiting."""
@@ -260,8 +218,8 @@ class Synchronizer(ABC):
 
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
-        self.knows_of_failure = False
-        self.weights = Weights(has_nonzero)
+        self.knows_of_failure = False  # whether this step has failed, so that all ranks know of it
+        self.weights = Weights(has_nonzero)  # how much the gradients stand for that were not synchronized yet
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -306,12 +264,7 @@ class Synchronizer(ABC):
 
     @abstractmethod
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Synchronize the parameters of ``module_state`` from now on.
-
-        Args:
-            module_state: The parameters.
-            streams: The CUDA streams that gradients are accumulated on; None where all parameters are on CPUs.
-        """
+        """Synchronize these parameters from now on, whose gradients are accumulated on ``streams``; None on CPUs."""
 
     def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
         """Called, where it :attr:`empties_grad`, when the gradients of these parameters were accumulated there.
@@ -367,14 +320,9 @@ class Synchronizer(ABC):
         return next((one for one in instead if one is not None), None)
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
-        """End the communication of ``backward``, which has raised on this rank, for all ranks at once.
+        """End the communication of ``backward``, which has raised here, for all ranks at once, and tell them why.
 
-        Args:
-            backward: The backward; what it had computed is put back.
-            reason: What the other ranks are told.
-
-        Returns:
-            Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
+        Returns False where the ranks could not make new connections afterwards, and must go on with these.
         """
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
             self.give_back(backward)

@@ -56,17 +56,10 @@ _LARGE_BYTES = 16 << 10
 
 @dataclass(frozen=True, eq=False)
 class BucketContext:
-    """The arguments that the buckets of all plans have in common.
+    """The arguments that the buckets of all plans have in common."""
 
-    Attributes:
-        specs: The specification of every parameter of the module.
-        parameters: All parameters of the module.
-        groups: The process groups to communicate in.
-        reduction: Reduces a bucket.
-    """
-
-    specs: Sequence[ParameterSpec]
-    parameters: Sequence[nn.Parameter]
+    specs: Sequence[ParameterSpec]  # of every parameter of the module
+    parameters: Sequence[nn.Parameter]  # of the module
     groups: Groups
     reduction: Reduction
 
@@ -74,24 +67,7 @@ class BucketContext:
 class Bucket(ABC):
     """A bucket of gradients that are reduced together.
 
-    Args:
-        plan: Its members and layout.
-        context: What all buckets have in common.
-        present: One byte a parameter: whether some rank has its gradient; None where that is so for all members.
-
-    Attributes:
-        plan: The argument.
-        specs: The specification of each member.
-        parameters: The members.
-        names: The name of each member.
-        expected: The members of which some rank has a gradient.
-        is_exact: Whether those are all members, as in any plan but one of fixed buckets.
-        gradients: This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them
-            before :meth:`averages`.
-        nbytes: What this rank sends.
-        pending: The reduction that was started and not waited for.
-        weight: What this rank's gradients are multiplied by before they are averaged.
-        packed_at: When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
+    ``present`` has one byte a parameter: whether some rank has its gradient; None where that is so for all members.
     """
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
@@ -100,22 +76,25 @@ class Bucket(ABC):
         self.specs = [context.specs[i] for i in members]
         self.parameters = [context.parameters[i] for i in members]
         self.names = tuple(spec.name for spec in self.specs)
-        self.nbytes = plan.nbytes
+        self.nbytes = plan.nbytes  # what this rank sends
+        # When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
         self.packed_at = 0
+        # The members of which some rank has a gradient.
         self.expected = members if present is None else tuple(i for i in members if present[i])
+        # Whether those are all members, as in any plan but one of fixed buckets.
         self.is_exact = len(self.expected) == len(members)
+        # This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them before
+        # :meth:`averages`.
         self.gradients: list[Tensor | None] = []
-        self.pending: Waitable | None = None
-        self.weight = 1.0
+        self.pending: Waitable | None = None  # the reduction that was started and not waited for
+        self.weight = 1.0  # what this rank's gradients are multiplied by before they are averaged
         self._views = False
 
     def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float | None = None) -> None:
-        """Take this rank's gradients, to be reduced by :meth:`launch`.
+        """Take this rank's gradients, one for each of :attr:`expected` or None, to be reduced by :meth:`launch`.
 
-        Args:
-            gradients: One for each of :attr:`expected`: what this rank has, or None.
-            views: Whether the averages may be views of the memory that they are packed into.
-            weight: What to multiply them by before they are averaged, if anything.
+        Averages may be ``views`` of the memory that gradients are packed into; these are multiplied by ``weight``
+        before.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
@@ -131,11 +110,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Pack the gradients and start to reduce them.
-
-        Args:
-            is_last: Whether no bucket that a function or hook gets comes after this one.
-        """
+        """Pack the gradients and start to reduce them; ``is_last`` of those that a function or hook gets."""
 
     @abstractmethod
     def finish(self) -> Steps:
@@ -176,16 +151,13 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket, ABC):
-    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses decide where it lies.
-
-    Attributes:
-        factor: What gradients are multiplied by as they are packed.
-    """
+    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses decide where it lies."""
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
         super().__init__(plan, context, present)
         self._reduction = context.reduction
         self._division = context.reduction.division(plan.device)
+        # What gradients are multiplied by as they are packed.
         self.factor = context.reduction.mean_factor if self._division is Division.DONE else 1.0
         self._sent: GradBucket | None = None
         self._flat: Tensor | None = None
@@ -277,14 +249,7 @@ class DenseBucket(Bucket, ABC):
 
 
 class PackedBucket(DenseBucket):
-    """Gradients packed into a buffer.
-
-    Args:
-        plan: Its members and layout.
-        context: What all buckets have in common.
-        present: One byte a parameter: whether some rank has its gradient.
-        pool: Lends the buffer.
-    """
+    """Gradients packed into a buffer, which ``pool`` lends."""
 
     def __init__(
         self, plan: BucketPlan, context: BucketContext, present: bytes | None = None, *, pool: MemoryPool
@@ -470,10 +435,8 @@ def buckets_of_plans(
 ) -> Callable[[Plan], Sequence[Bucket]]:
     """A function that makes the buckets of a plan, and gives the same objects while the plan is one of the latest.
 
-    Args:
-        context: What all buckets have in common.
-        pool: Memory for those that are packed.
-        scattered: Makes a bucket of dense gradients that is reduce-scattered; None to all-reduce.
+    ``pool`` has memory for those that are packed. ``scattered`` makes a bucket of dense gradients that is
+    reduce-scattered; without it all are all-reduced.
     """
 
     def made(plan: BucketPlan, present: bytes) -> Bucket:
@@ -493,19 +456,12 @@ class LaunchSchedule(Generic[B]):
     """Launches each bucket of a plan when its gradients are there and the one before it has been launched.
 
     Args:
-        plan: What to send.
-        buckets: Those of the plan.
         waiting: One byte a parameter: whether its gradient is expected here and has not arrived.
         prepare: Called with a bucket right before it is launched: gives it this rank's gradients.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
         may_launch: Asks whether a bucket can be launched without waiting; None where it always can.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
-
-    Attributes:
-        plan: The same.
-        buckets: The same.
-        record: What happened when.
     """
 
     def __init__(
@@ -522,7 +478,7 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         self.plan = plan
         self.buckets = buckets
-        self.record = RoundRecord(plan, repair=repair)
+        self.record = RoundRecord(plan, repair=repair)  # what happened when
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
         self._may_launch = may_launch
@@ -617,9 +573,7 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more.
 
-        Args:
-            take: What to call.
-            factors: What averages are multiplied by before, by parameter index.
+        Averages are multiplied by ``factors`` before, by parameter index.
         """
         for bucket in self.buckets:
             averages = bucket.averages()

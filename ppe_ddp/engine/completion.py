@@ -87,16 +87,8 @@ class Owner(Protocol):
 class SharedParameters:
     """Which other wrappers have some of the parameters of one wrapper, or are not to communicate beside it.
 
-    Args:
-        groups: Where this one communicates.
-        exclusive: Whether no other wrapper finds gradients where this one does.
-        turns: Names where only one wrapper may communicate at a time.
-
-    Attributes:
-        groups: The same.
-        index: Of each parameter of this one, by its identity.
-        end_callback: Returns None where no backward is running that has come through outputs of this one.
-        places: What ``turns`` has given last.
+    Where it is ``exclusive``, no other wrapper finds gradients where this one does. ``turns`` names places where only
+    one wrapper may communicate at a time.
     """
 
     _all: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
@@ -106,14 +98,15 @@ class SharedParameters:
     def __init__(self, groups: Groups, *, exclusive: bool, turns: Callable[[], frozenset[str]] = frozenset) -> None:
         self.groups, self._exclusive, self._turns = groups, exclusive, turns
         self._lost = ""  # a parameter that another wrapper has taken over
-        self.index: dict[int, int] = {}
+        self.index: dict[int, int] = {}  # of each parameter of this one, by its identity
+        # Returns None where no backward is running that has come through outputs of this one.
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._all.add(self)
         self._number = next(self._numbers)
         self._is_used = False
-        self.places: frozenset[str] = frozenset()
+        self.places: frozenset[str] = frozenset()  # what ``turns`` has given last
 
     def take_turns(self) -> None:
         """Take turns with all that name one of the same places, where only one may communicate at a time."""
@@ -227,15 +220,7 @@ class _State(enum.Enum):
 
 
 class Turn:
-    """When one synchronization may launch buckets, among those that share parameters with it.
-
-    Args:
-        shared: Of its wrapper.
-
-    Attributes:
-        called: The parameters whose user's hooks were called, by identity: once for all that end together.
-        averaged: Those whose averages are in ``.grad``, by any that ends together with it.
-    """
+    """When one synchronization may launch buckets, among those that share parameters with it."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -245,8 +230,9 @@ class Turn:
         self._ahead: list[Turn] = []
         self._claimed = b""
         self._slot = self._digest = 0
+        # The parameters whose user's hooks were called, by identity: once for all that end together.
         self.called: set[int] = set()
-        self.averaged: set[int] = set()
+        self.averaged: set[int] = set()  # those whose averages are in ``.grad``, by any that ends together with it
 
     @property
     def is_held(self) -> bool:
@@ -329,14 +315,9 @@ class Turn:
 
 
 def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
-    """Let these end together, in an order that every rank has.
+    """Let ``turns``, which end now, end together, in an order that every rank has; ``held`` are others that have begun.
 
-    Args:
-        turns: They end now.
-        held: Others that have been begun.
-
-    Returns:
-        Those of ``held`` that share parameters with them, directly or by others, and so have to end with them.
+    Returns those of ``held`` that share parameters with them, directly or by others, and so have to end with them.
     """
     given = list(turns)
     joined = [turn for turn in given if turn.is_held]
@@ -386,11 +367,6 @@ class Completion:
         then: Called by :meth:`conclude`, outside of all that.
         turn: Of the synchronization, where it shares parameters with others.
         note_failure: Called where this, or another one of the same backward, has failed.
-
-    Attributes:
-        groups: The same.
-        turn: The same.
-        is_done: Whether all is done, or has failed.
     """
 
     _threads: ClassVar[_Thread]
@@ -412,7 +388,7 @@ class Completion:
         self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
-        self.is_done = False
+        self.is_done = False  # whether all is done, or has failed
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
@@ -446,11 +422,9 @@ class Completion:
         last.append(self)
 
     def advance(self, *, to_end: bool = False, error: Exception | None = None) -> None:
-        """Go on to where it has to wait next, or to its end; waits first for what is not there yet.
+        """Go on to where it has to wait next, or ``to_end``; waits first for what is not there yet.
 
-        Args:
-            to_end: Whether to go on to its end.
-            error: Raised where it waits, in place of the wait.
+        Where it waits, ``error`` is raised in place of the wait.
         """
         self._is_running = True
         try:
@@ -591,10 +565,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
 def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], seconds: float) -> list[Completion]:
     """Wait until some can go on: what they wait for has come or failed, or cannot be asked for; none after ``seconds``.
 
-    Args:
-        waiting: All that are not over.
-        left: Those of them that are to be driven to their ends, and whose turn it is.
-        seconds: How long at most.
+    ``waiting`` are all that are not over; ``left`` those that are to be driven to their ends, and whose turn it is.
     """
     found: list[Completion] = []
 

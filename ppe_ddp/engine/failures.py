@@ -82,23 +82,14 @@ _LATE = "has not come"
 
 @dataclass(frozen=True)
 class LostRank:
-    """A rank that others have waited for in vain.
-
-    Attributes:
-        rank: The rank.
-        condition: What is the matter with it, as a clause without a subject.
-        step: The step in which it was seen last.
-        phase: What it has done last in it.
-        last: The same, as a clause without a subject; empty where it is not known.
-        is_gone: Whether it will not come any more.
-    """
+    """A rank that others have waited for in vain."""
 
     rank: int
-    condition: str
-    step: int | None = None
-    phase: str = ""
-    last: str = ""
-    is_gone: bool = False
+    condition: str  # what is the matter with it, as a clause without a subject
+    step: int | None = None  # the step in which it was seen last
+    phase: str = ""  # what it has done last in it
+    last: str = ""  # that, as a clause without a subject; empty where it is not known
+    is_gone: bool = False  # whether it will not come any more
 
     def __str__(self) -> str:
         """For an error."""
@@ -109,12 +100,7 @@ class LostRank:
 class LostRanks:
     """Looks for the ranks of one group that are lost, for as long as its connections last.
 
-    Args:
-        store: Shared by the ranks.
-        name: Of the connections; the same on every rank, and never used again.
-        rank: This process in the group.
-        world_size: The size of the group.
-        processes: Of its ranks, as far as they can be seen.
+    ``name`` is that of the connections: the same on every rank, and never used again.
     """
 
     def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
@@ -139,8 +125,7 @@ class LostRanks:
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
         """The ranks that this one has waited for, now that its communication has failed.
 
-        Args:
-            explained: Asked now and then: whether the failure has another reason, so that nobody need be found.
+        ``explained`` is asked now and then whether the failure has another reason, so that nobody need be found.
         """
         told: dict[int, dict[str, Any]] = {}
         said: list[LostRank] | None = None
@@ -258,23 +243,14 @@ def _said(condition: Condition, text: str) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """The report of one rank that has failed.
+    """The report of one rank that has failed."""
 
-    Attributes:
-        rank: The rank that has failed.
-        step: Which synchronized backward, counted since the connections were made.
-        phase: The phase of the backward in which it failed.
-        reason: The error.
-        trace: The last lines of its traceback.
-        lost: The ranks that it has waited for in vain, where that is what it has failed of.
-    """
-
-    rank: int
-    step: int
-    phase: str
-    reason: str
-    trace: str = ""
-    lost: Sequence[LostRank] = ()
+    rank: int  # the rank that has failed
+    step: int  # which synchronized backward, counted since the connections were made
+    phase: str  # the phase of the backward in which it failed
+    reason: str  # the error
+    trace: str = ""  # the last lines of its traceback
+    lost: Sequence[LostRank] = ()  # the ranks that it has waited for in vain, where that is what it has failed of
 
     def __str__(self) -> str:
         """As a clause."""
@@ -301,17 +277,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class HookProgress:
-    """The progress of one rank in process groups that are not ours, which cannot be made anew after a failure.
+    """The progress of one rank in process groups that are not ours, which cannot be made anew after a failure."""
 
-    Attributes:
-        title: What communicates there.
-        calls: How often it was called.
-        is_under_way: Whether the last one had not ended when the communication failed.
-    """
-
-    title: str
-    calls: int
-    is_under_way: bool
+    title: str  # what communicates there
+    calls: int  # how often it was called
+    is_under_way: bool  # whether the last one had not ended when the communication failed
 
 
 class Failures:
@@ -353,10 +323,9 @@ class Failures:
         return [failure for failure in failures if failure.rank != self._rank]
 
     def check(self, phase: str = "") -> None:
-        """Raise the error of :meth:`error` where another rank has failed; nothing where the store does not answer.
+        """Raise the error of :meth:`error` where another rank has failed, in ``phase`` or in any if that is empty.
 
-        Args:
-            phase: The only one that counts; empty for all.
+        Nothing happens where the store does not answer.
         """
         others: list[Failure] = []
         with suppress(dist.DistError, CommunicationError):  # what is waited for may still come
@@ -461,15 +430,8 @@ class Renewals:
     steps it has had. A rank that cannot connect refuses, with the step and the reason. The groups for which all have
     come connect in the order in which that happened, which is the same on all ranks whatever order they come in.
 
-    Args:
-        store: Gives the store that the ranks share, for one attempt.
-        name: Of the group; the same on every rank, and never used again.
-        rank: This process in the group.
-        world_size: The size of the group.
-        next_place: Gives the next place in the order of all such meetings of the job.
-
-    Attributes:
-        number: Of the attempt under way, or of the last one.
+    ``store`` gives a store for one attempt; ``name`` is the same on every rank, and never used again; ``next_place``
+    gives the next place in the order of all such meetings of the job.
     """
 
     def __init__(
@@ -486,7 +448,7 @@ class Renewals:
         self._rank, self._world_size = rank, world_size
         self._came = self._ended = 0
         self._outcome: MeetingOutcome | None = None
-        self.number = 0
+        self.number = 0  # of the attempt under way, or of the last one
 
     @property
     def is_open(self) -> bool:
@@ -529,10 +491,7 @@ class Renewals:
     def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
         """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before.
 
-        Args:
-            step: The step.
-            reason: Why.
-            lost: The ranks for which it has waited in vain, where that is why.
+        ``lost`` are the ranks for which it has waited in vain, where that is why.
         """
         return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
 
@@ -593,12 +552,9 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
 
 
 def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> CommunicationError:
-    """The error that names the ranks that this one has waited for in vain.
+    """The error that names the ranks, at least one, that this one has waited for in vain.
 
-    Args:
-        rank: This rank.
-        lost: The ranks; at least one.
-        reason: How that was found out.
+    ``reason`` says how that was found out.
     """
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
@@ -619,10 +575,7 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
 def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
     """The error for ranks whose backward has raised, and which have taken part in the step all the same.
 
-    Args:
-        rank: This rank.
-        step: The step.
-        statuses: Of all ranks, as they have voted; 0 where nothing was wrong.
+    ``statuses`` are those of all ranks, as they have voted; 0 where nothing was wrong.
     """
     ranks = [other for other, status in enumerate(statuses) if status]
     error = PeerAbortedError(

@@ -73,11 +73,8 @@ class ReachedParameters:
         Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints), or by a node
         that a parameter had before it was cast. Empty for ``autograd.grad``, which accumulates nothing.
 
-        Args:
-            has_accumulated: Whether the graph task has accumulated a gradient already.
-
-        Raises:
-            TorchChangedError: It has, and autograd refuses to answer, which it does to ``autograd.grad`` alone.
+        Raises TorchChangedError where it ``has_accumulated`` a gradient, and autograd refuses to answer, which it does
+        to ``autograd.grad`` alone.
         """
         try:
             return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
@@ -155,15 +152,10 @@ class _RecordedArrivals(list[nn.Parameter]):
 
 
 class GradHooks:
-    """Our hooks on the parameters of one module.
+    """Our hooks on the parameters of one module; each calls ``on_accumulated(owner, index, parameter)``.
 
     Once a backward is known to be under way, most of them need not call back: they can *record*. An arrival then costs
     one call of a C function, a tenth of a Python one, and is read later.
-
-    Args:
-        parameters: The parameters.
-        on_accumulated: Called as ``on_accumulated(owner, index, parameter)``.
-        owner: Held weakly.
     """
 
     def __init__(
@@ -195,11 +187,9 @@ class GradHooks:
         self._recording = _HookEntries((), (), {})
 
     def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
-        """Only record the arrivals of these parameters, save some, and call nothing, until :meth:`stop_recording`.
+        """Only record the arrivals of these parameters, and call nothing, until :meth:`stop_recording`.
 
-        Args:
-            indices: The parameters.
-            without: Those that are not to be recorded; to be the same object while it is the same ones.
+        Those in ``without`` are not recorded; it is to be the same object while it is the same ones.
         """
         self.stop_recording()
         self._recorded.clear()
@@ -233,10 +223,7 @@ class GradHooks:
 class _HookEntries:
     """The entries of hook tables at which arrivals are recorded; kept while it is those of the same parameters.
 
-    Args:
-        indices: The parameters.
-        without: Those that are left out.
-        hooks: For each that has one, its table, the key in there and our hook.
+    ``hooks`` has for each parameter that has one its table, the key in there and our hook.
     """
 
     def __init__(
@@ -275,11 +262,7 @@ class _DeferredHook:
 
 
 class UserGradHooks:
-    """The user's hooks on the parameters of one module.
-
-    Args:
-        parameters: The parameters. A hook waits while any wrapper that has the parameter synchronizes.
-    """
+    """The user's hooks on the parameters of one module; one waits while any wrapper with its parameter synchronizes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         with without_torch_function():  # so that parameters that are being gathered are not waited for
@@ -311,11 +294,9 @@ class UserGradHooks:
         self.exist = bool(self._hooked or self._optimized)
 
     def run(self, averaged: bytes, turn: Turn | None) -> None:
-        """Call the hooks of the parameters in ``averaged`` (one byte a parameter).
+        """Call the hooks of the parameters in ``averaged``: one byte a parameter, whether there is an average.
 
-        Args:
-            averaged: Whether there is an average.
-            turn: Knows whose hooks were called already, for another wrapper.
+        ``turn`` knows whose hooks were called already, for another wrapper.
         """
         due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]}
         if turn is not None:
@@ -367,7 +348,6 @@ class GradientArrivals:
         owner: Held weakly.
 
     Attributes:
-        streams: Those that gradients arrive on; None on CPUs.
         stop_recording: Tells of every arrival again.
         take_recorded: Returns what was recorded since the last call.
         remove: Takes the hooks off the parameters.
@@ -379,7 +359,7 @@ class GradientArrivals:
         self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
     ) -> None:
         hooks = GradHooks(parameters, on_accumulated, owner)
-        self.streams = GradientStreams.of(parameters)
+        self.streams = GradientStreams.of(parameters)  # those that gradients arrive on; None on CPUs
         self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
         self._start_recording = hooks.start_recording
         self._reached = ReachedParameters(parameters)
@@ -510,11 +490,7 @@ class _OutputHook:
 
 
 class DroppedForwards:
-    """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ.
-
-    Args:
-        rank: This one, for the message.
-    """
+    """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Owns the buffers and all access to ``.grad``.
-
-    Args:
-        module_state: The parameters.
-        allocate: Makes the memory of buckets.
-        streams: Those that gradients arrive on; None on CPUs.
-    """
+    """Owns the buffers and all access to ``.grad``; gradients arrive on ``streams``, which are None on CPUs."""
 
     def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
         self._parameters: Sequence[nn.Parameter] = module_state.parameters
@@ -162,9 +156,7 @@ class DistributedGradients:
     through the same graph, so they do it in the same order where autograd accumulates, and in none where a bucket is
     launched.
 
-    Args:
-        parameters: The parameters that are DTensors, by their index.
-        names: Of all parameters.
+    It has the ``parameters`` that are DTensors, by their index.
     """
 
     def __init__(self, parameters: Mapping[int, Any], names: Sequence[str]) -> None:
@@ -348,11 +340,8 @@ class FiniteCheck:
     ) -> Generator[Probe | None, None, NonFiniteGradientError]:
         """Exchange the names, as steps on all ranks, and make the error for them.
 
-        Args:
-            negotiation: Of the ranks.
-            groups: Where it exchanges masks.
-            statuses: Of the ranks, as they have voted; one at least has :data:`NON_FINITE`.
-            indices: The parameters that the masks are of; default: all.
+        ``statuses`` are those that the ranks have voted, of which one at least has :data:`NON_FINITE`. The masks of
+        ``negotiation`` are of the parameters ``indices``; by default of all.
         """
         ranks = [rank for rank, status in enumerate(statuses) if status & NON_FINITE]
         indices = range(len(self._names)) if indices is None else indices

@@ -171,15 +171,7 @@ def registered_duplicates(parent: ProcessGroup, name: str) -> list[ProcessGroup]
 
 
 def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
-    """See that all ranks want the same of their duplicates.
-
-    Args:
-        rank: This one.
-        wanted: By rank, what each wants, by option.
-
-    Raises:
-        DisagreementError: They do not.
-    """
+    """Raise DisagreementError where not all ranks want the same of their duplicates; ``wanted`` has options by rank."""
     for option in wanted[0]:
         values = [one.get(option) for one in wanted]
         if len(set(values)) > 1:
@@ -230,11 +222,8 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
 def release_all(releases: dict[str, Release], exchange: Callable[[str, Any], list[Any]]) -> None:
     """Give back what closed groups have; every rank calls this when all have closed theirs; empties the table.
 
-    A group that not all ranks have made, as one was interrupted, or released, is let go as it is.
-
-    Args:
-        releases: What :func:`close` has returned.
-        exchange: Brings a word of each rank, under a name, to all.
+    A group that not all ranks have made, as one was interrupted, or released, is let go as it is. ``exchange`` brings a
+    word of each rank, under a name, to all.
     """
     known = exchange("names", list(releases))
     for name in [name for name in known[0] if all(name in names for names in known)]:

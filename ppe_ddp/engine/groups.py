@@ -95,34 +95,21 @@ class Groups:
     """A user's process group and its duplicates.
 
     After a failure on some rank each closes its duplicates, and :meth:`renew` makes others, with all ranks.
-
-    Attributes:
-        parent: The group that the user named.
-        buckets: For gradients and buffers.
-        control: For masks and votes; serves CPU tensors.
-        rank: This process in the group.
-        world_size: The size of the group.
-        pid: The process that made them.
-        number: Which duplicate of the parent this is, the same on every rank.
-        generation: The number of the attempt that has made the duplicates anew; 0 for the first ones.
-        step: The synchronized backwards so far; the same on every rank.
-        user: Gives the reducer that synchronizes in them, if there is one.
-        processes: Of the ranks, as far as they can be seen.
-        shared_memory: Whether they are over shared memory where the parent is over gloo.
     """
 
-    parent: ProcessGroup
-    buckets: ProcessGroup
-    control: ProcessGroup
-    rank: int
-    world_size: int
-    pid: int
-    number: int
-    generation: int = 0
-    step: int = 0
-    user: Callable[[], User | None] = lambda: None
+    parent: ProcessGroup  # the group that the user named
+    buckets: ProcessGroup  # for gradients and buffers
+    control: ProcessGroup  # for masks and votes; serves CPU tensors
+    rank: int  # this process in the group
+    world_size: int  # the size of the group
+    pid: int  # the process that made them
+    number: int  # which duplicate of the parent this is, the same on every rank
+    generation: int = 0  # the number of the attempt that has made the duplicates anew; 0 for the first ones
+    step: int = 0  # the synchronized backwards so far; the same on every rank
+    user: Callable[[], User | None] = lambda: None  # gives the reducer that synchronizes in them, if there is one
+    # Of the ranks, as far as they can be seen.
     processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
-    shared_memory: bool = False
+    shared_memory: bool = False  # whether they are over shared memory where the parent is over gloo
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
@@ -153,10 +140,8 @@ class Groups:
     def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, **wanted: Any) -> Groups:
         """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
 
-        Args:
-            parent: What the user named.
-            shared_memory: Whether to make them over shared memory where the parent is over gloo; the same on all.
-            **wanted: What else must be the same on all, by the name that an error gives it.
+        They are over ``shared_memory`` where the parent is over gloo. ``wanted`` has what else must be the same on all,
+        by the name that an error gives it.
 
         Raises:
             DisagreementError: On every rank, if not all give the same.
@@ -212,13 +197,8 @@ class Groups:
     def renewing(self, progress: HookProgress | None = None) -> Generator[Probe, None, None]:
         """Make new duplicates where the old ones were closed; every rank must do this then, at its next step.
 
-        The ranks may come to several groups in different orders: it yields before it waits for the others to come.
-
-        Args:
-            progress: Of a hook that communicates in groups of its own; None on every rank where there is none.
-
-        Yields:
-            A probe of whether it can go on; the next step waits until then.
+        The ranks may come to several groups in different orders: it yields before it waits for the others to come, a
+        probe of whether it can go on. ``progress`` is that of a hook that communicates in groups of its own.
 
         Raises:
             PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
@@ -396,10 +376,8 @@ class Groups:
     def _share(self, what: str, word: Any, phase: str = "") -> list[Any]:
         """The words of all ranks, by the store; raises what ends the wait where one of them has failed or is gone.
 
-        Args:
-            what: The name of the words; another one each time in one generation.
-            word: This rank's.
-            phase: The only one in which a failure counts; empty for all.
+        ``what`` names the words, another one each time in one generation. Only in ``phase`` a failure counts; empty for
+        all.
         """
         look = functools.partial(self._look, phase)
         name = f"{self.name}/{self.generation}/{what}"
@@ -620,16 +598,11 @@ class _Pool:
     Garbage is collected at different moments on different ranks, and a rank may have failed in the last step of a
     wrapper, after the others were through: whenever they ask for duplicates, they say what each has, and do the same
     with them.
-
-    Attributes:
-        calls: How often the ranks have asked one another for duplicates.
-        count: How many were made.
-        unused: Those that no wrapper of this process uses.
     """
 
-    calls: int = 0
-    count: int = 0
-    unused: list[Groups] = field(default_factory=list)
+    calls: int = 0  # how often the ranks have asked one another for duplicates
+    count: int = 0  # how many were made
+    unused: list[Groups] = field(default_factory=list)  # those that no wrapper of this process uses
 
     def numbers(self) -> list[list[int]]:
         """Of those that can be used, and of those that a failure has closed; for the other ranks."""
@@ -638,14 +611,8 @@ class _Pool:
     def take(self, known: Sequence[Sequence[Sequence[int]]], *, shared_memory: bool) -> Groups | None:
         """The first duplicates of this kind that can be used on all ranks, if there are any.
 
-        Closes everywhere what one rank has closed and no rank uses. Every rank must call this together.
-
-        Args:
-            known: The :meth:`numbers` of all ranks.
-            shared_memory: Whether they are to be over shared memory; the same on all ranks.
-
-        Raises:
-            CommunicationError: Not all ranks have come.
+        Closes everywhere what one rank has closed and no rank uses. Every rank must call this together, with the
+        :meth:`numbers` of all ranks. Raises CommunicationError where not all have come.
         """
         unused = set.intersection(*({*idle, *closed} for idle, closed in known))
         closed = {number for _, numbers in known for number in numbers}
@@ -668,11 +635,8 @@ def _pool_of(parent: ProcessGroup) -> _Pool:
 def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> Generator[Probe, None, None]:
     """Make new duplicates of each where the old ones were closed; every rank must do this together, in this order.
 
-    Yields:
-        As :meth:`Groups.renewing`.
-
-    Raises:
-        PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+    Yields as :meth:`Groups.renewing`, and raises PeerAbortedError where the backward of another rank has raised before
+    it came here; the next step will do.
     """
     errors = []
     left = list(everyone)

@@ -63,23 +63,12 @@ def is_same(field: bytes) -> bool:
 
 
 def highest_digits(is_writer: Sequence[bool], rank: int) -> bytes:
-    """The first of two fields that name the lowest rank for which something is so, one byte for each such thing.
-
-    Args:
-        is_writer: Whether it is so for this rank, each thing.
-        rank: This rank; below 65,025.
-    """
+    """The first of two fields that name the lowest rank (below 65,025) for which something is so, a byte a thing."""
     return bytes(_BASE - rank // _BASE if here else 0 for here in is_writer)
 
 
 def lowest_digits(agreed: bytes, is_writer: Sequence[bool], rank: int) -> bytes:
-    """The second field, once all ranks know the first: only ranks with the smallest first digit write.
-
-    Args:
-        agreed: The maxima of the first field.
-        is_writer: As before.
-        rank: As before.
-    """
+    """The second field, once the maxima of the first are ``agreed``: only ranks with the smallest first digit write."""
     own = _BASE - rank // _BASE
     return bytes(
         _BASE - rank % _BASE if here and first == own else 0 for here, first in zip(is_writer, agreed, strict=True)
@@ -99,31 +88,20 @@ _HEADER = 2 * DIGEST
 
 
 class AgreedMask(NamedTuple):
-    """The result of one exchange.
+    """The result of one exchange."""
 
-    Attributes:
-        same: Whether every rank sent the same digest.
-        fields: The maximum over ranks of each byte of each field; empty where the digests differ.
-    """
-
-    same: bool
-    fields: Mapping[str, bytes]
+    same: bool  # whether every rank sent the same digest
+    fields: Mapping[str, bytes]  # the maximum over ranks of each byte of each field; empty where the digests differ
 
 
 class MaskExchanger:
-    """Sends the messages of :class:`MaskExchange` over the control group. All ranks must use it in the same order.
-
-    Attributes:
-        groups: Where.
-        capacity: Bytes of the next message.
-        idle: Messages whose results were read.
-    """
+    """Sends the messages of :class:`MaskExchange` over the control group. All ranks must use it in the same order."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.capacity = 128
+        self.capacity = 128  # bytes of the next message
         self._allocate = allocator(groups.control)
-        self.idle: list[Tensor] = []
+        self.idle: list[Tensor] = []  # messages whose results were read
 
     def send(self, content: bytearray) -> tuple[Tensor, dist.Work | None]:
         """Start the MAX all-reduce of a message with this content, in memory that the transport prefers, in place."""
@@ -146,14 +124,8 @@ class MaskExchanger:
 class MaskExchange:
     """One mask exchange, in flight; nothing waits until its :meth:`result` is asked for.
 
-    Args:
-        exchanger: Sends the message.
-        digest: Sixteen bytes that must be the same on every rank.
-        fields: As many, in the same order and as long, on every rank that has this digest.
-
-    Attributes:
-        fields: The argument.
-        nbytes: Of the messages that were sent.
+    ``digest``, sixteen bytes, must be the same on every rank; ``fields`` are as many, in the same order and as long, on
+    every rank that has this digest.
     """
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
@@ -168,7 +140,7 @@ class MaskExchange:
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
         self._message, self._work = exchanger.send(message)
-        self.nbytes = len(message)
+        self.nbytes = len(message)  # of the messages that were sent
 
     def done(self) -> bool:
         """Whether the result has arrived; sends the body that did not fit, once the digests are known to agree."""

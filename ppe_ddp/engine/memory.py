@@ -71,21 +71,15 @@ def sole_owner(tensor: Tensor) -> bool:
 
 
 class PooledBuffer:
-    """A flat buffer: for messages, or laid out for one bucket.
-
-    Attributes:
-        bucket: The bucket it is laid out for; None in a buffer for messages.
-        flat: 1-D, of the bucket's size.
-        slots: Views of it, one a member, in its shape and strides.
-        runs: Views of it, one for each run of members that one call can concatenate there, with its length; none where
-            a copy for each member is as quick.
-    """
+    """A flat buffer: for messages, or laid out for one bucket."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.bucket: BucketPlan | None = None
-        self.flat = memory
-        self.slots: list[Tensor] = []
+        self.bucket: BucketPlan | None = None  # the bucket it is laid out for; None in a buffer for messages
+        self.flat = memory  # 1-D, of the bucket's size
+        self.slots: list[Tensor] = []  # views of it, one a member, in its shape and strides
+        # Views of it, one for each run of members that one call can concatenate there, with its length; none where a
+        # copy for each member is as quick.
         self.runs: list[tuple[int, Tensor]] = []
         self._originals: list[Tensor] = []
         self._itemsizes = {memory.element_size()}
@@ -121,11 +115,7 @@ class PooledBuffer:
 
 
 class MemoryPool:
-    """Owns buffers for buckets and messages, and lends each until nothing refers to it; no call returns it.
-
-    Args:
-        allocate: Makes the memory of a buffer.
-    """
+    """Owns buffers for buckets and messages, and lends each until nothing refers to it; no call returns it."""
 
     def __init__(self, allocate: Allocator) -> None:
         self._allocate = allocate

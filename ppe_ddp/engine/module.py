@@ -27,27 +27,17 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The parameters and buffers of a module at one moment.
+    """The parameters and buffers of a module at one moment, but those with the qualified names in ``ignored``.
 
-    Args:
-        module: The wrapped module.
-        ignored: Qualified names of parameters and buffers to leave out.
-
-    Attributes:
-        parameters: Each once.
-        distributed: Those that are DTensors, by their index.
-        specs: Of each parameter; of a DTensor, of its local tensor.
-
-    Raises:
-        ValueError: A parameter is lazy (has no shape yet); the message names it.
+    Raises ValueError where a parameter is lazy (has no shape yet); the message names it.
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
         self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
-        self.parameters: list[nn.Parameter] = []
-        self.specs: list[ParameterSpec] = []
+        self.parameters: list[nn.Parameter] = []  # each once
+        self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
         self._empty_tables = [table for table in self._tables if not table]
@@ -55,6 +45,7 @@ class ModuleState:
         self._keys = [tuple(table) for table in self._tables]
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
+        # Those that are DTensors, by their index.
         self.distributed: dict[int, nn.Parameter] = {i: p for i, p in enumerate(self.parameters) if is_distributed(p)}
         self._addresses = self._addresses_now()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -203,14 +194,9 @@ def placements_of(tensor: Any) -> str:
 def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup, *, drops_steps: bool) -> None:
     """Refuse DTensors that are distributed over ranks which average with one another, or that FSDP2 keeps.
 
-    Args:
-        module: The wrapped module.
-        distributed: Its parameters and buffers that are DTensors, by what they are called in messages.
-        group: The ranks that gradients are averaged over.
-        drops_steps: Whether these ranks drop a step by themselves, where one has NaN.
-
-    Raises:
-        ValueError: Names the parameter or buffer.
+    ``distributed`` are those of ``module`` by what they are called in messages. If the ranks of ``group``, which
+    average, drop a step by themselves where one has NaN (``drops_steps``), all are refused. The ValueError names the
+    tensor.
     """
     if not distributed:
         return

@@ -59,19 +59,12 @@ _COMPARISON = "a comparison of parameters"
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """What the ranks have measured, the slowest of them.
+    """What the ranks have measured, the slowest of them."""
 
-    Attributes:
-        backward: Seconds of a backward.
-        nbytes: Of its gradients.
-        latency: Seconds of an all-reduce of next to nothing.
-        per_byte: Seconds that each further byte adds.
-    """
-
-    backward: float
-    nbytes: int
-    latency: float
-    per_byte: float
+    backward: float  # seconds of a backward
+    nbytes: int  # of its gradients
+    latency: float  # seconds of an all-reduce of next to nothing
+    per_byte: float  # seconds that each further byte adds
 
     def step_seconds(self, bucket_bytes: int) -> float:
         """From the begin of backward to the last average, with buckets of this size."""
@@ -93,21 +86,13 @@ class MeasuredSpeed:
 
 
 class BucketSizeMeasurement:
-    """Measures the first steps of a wrapper; all ranks make the same calls in the same steps.
-
-    Args:
-        groups: Where buckets are sent.
-
-    Attributes:
-        speed: What was measured, the same on every rank; None before.
-        count: The number of steps that were noted.
-    """
+    """Measures the first steps of a wrapper; all ranks make the same calls in the same steps."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._backwards: list[tuple[int, int]] = []
-        self.speed: MeasuredSpeed | None = None
-        self.count = 0
+        self.speed: MeasuredSpeed | None = None  # what was measured, the same on every rank; None before
+        self.count = 0  # the number of steps that were noted
 
     def after_step(self, recorder: Recorder) -> Steps:
         """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
@@ -144,33 +129,17 @@ _POSITIONS = 1_000_000
 
 
 class Agreement(NamedTuple):
-    """What all ranks know after an exchange.
+    """What all ranks know after an exchange."""
 
-    Attributes:
-        mask: One byte a parameter: whether some rank has its gradient.
-        statuses: One byte a rank: in a mask, whether it contributes.
-        writers: The maxima of what was given for them.
-        nodes: For each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it.
-
-    Attributes of a mask:
-        apart: What all ranks end together with it (``completion.py``).
-        weights: What the ranks have said of their gradients' weights.
-
-    Attributes of a vote:
-        users: Which ranks had the gradients that are averaged where they are used.
-        times: How long each rank took for the step.
-        parameters: Whether all have the same of some parameters.
-    """
-
-    mask: bytes
-    statuses: bytes
-    writers: bytes
-    nodes: bytes
-    apart: bytes = b""
-    weights: bytes = b""
-    users: bytes = b""
-    times: bytes = b""
-    parameters: bytes = b""
+    mask: bytes  # one byte a parameter: whether some rank has its gradient
+    statuses: bytes  # one byte a rank: in a mask, whether it contributes
+    writers: bytes  # the maxima of what was given for them
+    nodes: bytes  # for each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it
+    apart: bytes = b""  # of a mask: what all ranks end together with it (``completion.py``)
+    weights: bytes = b""  # of a mask: what the ranks have said of their gradients' weights
+    users: bytes = b""  # of a vote: which ranks had the gradients that are averaged where they are used
+    times: bytes = b""  # of a vote: how long each rank took for the step
+    parameters: bytes = b""  # of a vote: whether all have the same of some parameters
 
     def senders(self, second: bytes) -> list[int]:
         """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
@@ -183,12 +152,8 @@ class Agreement(NamedTuple):
 class Negotiation:
     """Holds what must be the same on every rank, and finds out by mask exchanges which gradients exist on any rank.
 
-    Args:
-        groups: The process groups to communicate in.
-        packing: How buckets are packed.
-        negotiate: Whether ranks may have different gradients. If not, a difference is an error.
-        with_buffers: Whether buffers must agree as well, because they are broadcast.
-        options: Further options that must be the same on every rank, as text for error messages.
+    If ranks do not ``negotiate``, a difference of their gradients is an error. Buffers must agree as well,
+    ``with_buffers``, where they are broadcast; and so must ``options``, a text for error messages.
     """
 
     def __init__(
@@ -233,9 +198,8 @@ class Negotiation:
     def use_plug(self, what: str, *titles: str) -> None:
         """Hold the ranks to have the same plugged in or set up, from the next exchange on.
 
-        Args:
-            what: What it does: ``"gradients averaged by"``.
-            *titles: What it is, a line each; empty for nothing that the ranks have to have in common.
+        ``what`` says what it does, as in ``"gradients averaged by"``, and ``titles`` what it is, a line each; none for
+        what the ranks need not have in common.
         """
         self._plugs[what] = titles
         self._digest = fingerprint(self._lines())
@@ -453,12 +417,7 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
 
 
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
-    """The error that names the ranks that differ from rank 0, and the first difference. Collective.
-
-    Args:
-        lines: Where this rank is, and what the ranks must agree on.
-        groups: Of the ranks.
-    """
+    """The error that names the ranks that differ from rank 0, and the first difference of their lines. Collective."""
     tables: list[list[str]] = all_gather_json(list(lines), groups.control)
     with suppress(RuntimeError):  # who leaves first may give the group up, while another still waits for its table
         dist.barrier(groups.control)

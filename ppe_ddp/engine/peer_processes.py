@@ -74,19 +74,12 @@ class _RecordState(enum.IntEnum):
 
 
 class Position(NamedTuple):
-    """What a rank has done last; a rank that is behind another is less than that.
+    """What a rank has done last; a rank that is behind another is less than that."""
 
-    Attributes:
-        step: Which synchronized backward, from 1.
-        activity: How far it has come in it.
-        bucket: The number of the bucket, from 0.
-        waits: Whether it waits for others there, or has given that up.
-    """
-
-    step: int
-    activity: Activity
-    bucket: int
-    waits: bool = False
+    step: int  # which synchronized backward, from 1
+    activity: Activity  # how far it has come in it
+    bucket: int  # the number of the bucket, from 0
+    waits: bool = False  # whether it waits for others there, or has given that up
 
     def __str__(self) -> str:
         """As a clause without a subject."""
@@ -118,23 +111,14 @@ class Condition(enum.Enum):
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Where the other processes of a node find the page of one, and this group's record in it.
+    """Where the other processes of a node find the page of one, and this group's record in it."""
 
-    Attributes:
-        node: The name of the node, and of the namespace in which its processes are numbered.
-        pid: The process, as it sees itself.
-        started: When it started, as the system counts; another process may get the number.
-        descriptor: Of the page, in that process.
-        token: What the page begins with.
-        record: The record of this group.
-    """
-
-    node: str
-    pid: int
-    started: int
-    descriptor: int
-    token: str
-    record: int
+    node: str  # the name of the node, and of the namespace in which its processes are numbered
+    pid: int  # the process, as it sees itself
+    started: int  # when it started, as the system counts; another process may get the number
+    descriptor: int  # of the page, in that process
+    token: str  # what the page begins with
+    record: int  # the record of this group
 
     def packed(self) -> list[str | int]:
         """It as a list of numbers and texts."""
@@ -144,10 +128,8 @@ class ProcessAddress:
 class PeerProcesses:
     """The processes of the ranks of one group, as far as they are on this node.
 
-    Args:
-        rank: This process in the group.
-        own: What :func:`own_address` has given for this group; None where that is unknown.
-        addresses: What it has given on each rank, packed.
+    ``own`` is what :func:`own_address` has given for this group, and ``addresses`` what it has given on each rank,
+    packed.
     """
 
     def __init__(

@@ -45,25 +45,15 @@ _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """The properties of one parameter that all ranks must agree on.
+    """The properties of one parameter that all ranks must agree on."""
 
-    Attributes:
-        name: The name in the wrapped module.
-        shape: Of the parameter and its gradient.
-        stride: Of the gradient: the parameter's own where that is dense, else row-major.
-        dtype: Of the parameter and its gradient.
-        device: Of the gradient; its index may differ from rank to rank.
-        sparse: Whether the gradient is a sparse tensor (an embedding with ``sparse=True``).
-        placements: Of a DTensor, whose local tensor the rest describes; for people to read.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    sparse: bool = False
-    placements: str = ""
+    name: str  # the name in the wrapped module
+    shape: tuple[int, ...]  # of the parameter and its gradient
+    stride: tuple[int, ...]  # of the gradient: the parameter's own where that is dense, else row-major
+    dtype: torch.dtype  # of the parameter and its gradient
+    device: torch.device  # of the gradient; its index may differ from rank to rank
+    sparse: bool = False  # whether the gradient is a sparse tensor (an embedding with ``sparse=True``)
+    placements: str = ""  # of a DTensor, whose local tensor the rest describes; for people to read
 
     @cached_property
     def numel(self) -> int:
@@ -91,22 +81,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Packing:
-    """How gradients are packed into buckets.
+    """How gradients are packed into buckets."""
 
-    Attributes:
-        bucket_bytes: A bucket is closed when it has reached this size. Small buckets are launched early;
-            large ones pay the latency of a message less often.
-        adopt_bytes: A gradient of at least this size has a bucket of its own.
-        fixed: Whether a bucket always has the same parameters and is sent whole if any of them has a
-            gradient. Costs bytes; needed by hooks that keep state by bucket index.
-        first_bytes: Instead of ``bucket_bytes``, the sizes of the buckets that are launched first.
-        measured: Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``negotiation.py``).
-    """
-
+    # A bucket is closed when it has reached this size. Small buckets are launched early; large ones pay the latency of
+    # a message less often.
     bucket_bytes: int
-    adopt_bytes: int
+    adopt_bytes: int  # a gradient of at least this size has a bucket of its own
+    # Whether a bucket always has the same parameters and is sent whole if any of them has a gradient. Costs bytes;
+    # needed by hooks that keep state by bucket index.
     fixed: bool = False
-    first_bytes: tuple[int, ...] = ()
+    first_bytes: tuple[int, ...] = ()  # instead of ``bucket_bytes``, the sizes of the buckets that are launched first
+    # Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``negotiation.py``).
     measured: bool = False
 
     @classmethod
@@ -137,28 +122,17 @@ class Packing:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket.
+    """One bucket."""
 
-    Attributes:
-        index: Its number, ``GradBucket.index()``.
-        members: Parameter indices in the order in which they lie in the bucket.
-        offsets: Where each member starts, in elements from the start of the bucket.
-        numel: Its size in elements.
-        dtype: Of all members.
-        device: Of all members.
-        sparse: Whether the single member is sparse.
-        row_major: Whether all members are.
-        node: The only node on which its gradients exist; None where several have some, or it is not known.
-    """
-
-    index: int
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    device: torch.device
-    sparse: bool
-    row_major: bool
+    index: int  # its number, ``GradBucket.index()``
+    members: tuple[int, ...]  # parameter indices in the order in which they lie in the bucket
+    offsets: tuple[int, ...]  # where each member starts, in elements from the start of the bucket
+    numel: int  # its size in elements
+    dtype: torch.dtype  # of all members
+    device: torch.device  # of all members
+    sparse: bool  # whether the single member is sparse
+    row_major: bool  # whether all members are
+    # The only node on which its gradients exist; None where several have some, or it is not known.
     node: int | None = None
 
     @cached_property
@@ -169,33 +143,21 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The buckets of one backward, in launch order. Plans are kept, and told apart by which object they are.
+    """The buckets of one backward, in launch order. Plans are kept, and told apart by which object they are."""
 
-    Attributes:
-        present: One byte a parameter: whether some rank has its gradient.
-        buckets: In the order in which every rank launches them.
-        bucket_of: Parameter index to position in ``buckets``.
-        last: Position of the last bucket that a function or hook gets: neither sparse nor empty; -1 if there is none.
-    """
-
-    present: bytes
-    buckets: tuple[BucketPlan, ...]
-    bucket_of: dict[int, int]
-    last: int
+    present: bytes  # one byte a parameter: whether some rank has its gradient
+    buckets: tuple[BucketPlan, ...]  # in the order in which every rank launches them
+    bucket_of: dict[int, int]  # parameter index to position in ``buckets``
+    last: int  # position of the last bucket that a function or hook gets: neither sparse nor empty; -1 if there is none
 
 
 def make_plan(
     present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing, nodes: bytes = b""
 ) -> Plan:
-    """Plan the buckets for the gradients in ``present``.
+    """Plan the buckets for the gradients in ``present``: a byte a parameter, not 0 where some rank has the gradient.
 
-    Args:
-        present: One byte a parameter, non-zero where some rank has the gradient.
-        specs: The parameters.
-        order: All parameter indices, as backward is expected to reach them.
-        packing: Sizes and policy.
-        nodes: One byte a parameter: 1 + the only node that has the gradient, else 0. Empty where nothing is known of
-            nodes, or it does not matter.
+    ``order`` has all parameter indices, as backward is expected to reach them. ``nodes`` has one byte a parameter: 1 +
+    the only node that has the gradient, else 0; it is empty where nothing is known of nodes, or it does not matter.
     """
     chosen = order if packing.fixed else [i for i in order if present[i]]
     nodes = nodes if nodes and not packing.fixed else bytes(len(specs))
@@ -265,11 +227,7 @@ def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> l
 
 
 class Planner:
-    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones.
-
-    Attributes:
-        plan: Returns the plan for a mask and its nodes (:func:`make_plan`), the same object as long as it is kept.
-    """
+    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones."""
 
     def __init__(self, specs: Sequence[ParameterSpec], packing: Packing, capacity: int = 32) -> None:
         self.specs = tuple(specs)
@@ -351,15 +309,10 @@ _IS_PRESENT = bytes([0, *[1] * 255])
 
 @dataclass(frozen=True)
 class NodeMasks:
-    """How the ranks of one node write masks, and all ranks read them.
+    """How the ranks of one node write masks, and all ranks read them."""
 
-    Attributes:
-        node: The number of this rank's node.
-        count: How many nodes there are.
-    """
-
-    node: int
-    count: int
+    node: int  # the number of this rank's node
+    count: int  # how many nodes there are
 
     def written(self, local: bytes | bytearray) -> tuple[bytes, bytes]:
         """The two messages for a mask of one byte a parameter, non-zero where this rank has the gradient."""
@@ -370,10 +323,8 @@ class NodeMasks:
     def read(self, first: bytes, second: bytes, sizes: Sequence[int]) -> tuple[bytes, bytes]:
         """The agreed mask, and of each parameter 1 + the only node that has its gradient, else 0.
 
-        Args:
-            first: The maxima of the first message.
-            second: Those of the second.
-            sizes: Of the gradients, in bytes; 0 where the node makes no difference.
+        Given are the maxima of both messages, and the sizes of gradients in bytes, 0 where the node makes no
+        difference.
         """
         present = first.translate(_IS_PRESENT)
         only = self.count + 1

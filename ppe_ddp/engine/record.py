@@ -125,39 +125,22 @@ class Trace:
 
 @dataclass
 class Recorder:
-    """The clock readings of one backward, cheap to take: by index, without names. 0 stands for never.
+    """The clock readings of one backward, cheap to take: by index, without names. 0 stands for never."""
 
-    Attributes:
-        names: Of all parameters.
-        begin: When the backward reached the module.
-        local: One byte a parameter: whether it was expected to have a gradient here.
-        agreed: One byte a parameter: whether some rank has its gradient.
-        asked_at: When the mask was sent.
-        agreed_at: When this rank had noticed the agreed mask.
-        backward_at: When autograd had finished.
-        vote_at: When the vote was sent.
-        voted_at: When its result had arrived; known while a timeline is made.
-        averaged_at: When all averages were there, and were written to ``.grad``.
-        returned_at: When the end of the backward was over.
-        done_at: When the gradients were handed over: later, where results are waited for later (Megatron).
-        control_nbytes: Bytes of masks.
-        rounds: Of buckets.
-    """
-
-    names: tuple[str, ...]
-    begin: int = field(default_factory=perf_counter_ns)
-    local: bytes = b""
-    agreed: bytes = b""
-    asked_at: int = 0
-    agreed_at: int = 0
-    backward_at: int = 0
-    vote_at: int = 0
-    voted_at: int = 0
-    averaged_at: int = 0
-    returned_at: int = 0
-    done_at: int = 0
-    control_nbytes: int = 0
-    rounds: list[RoundRecord] = field(default_factory=list)
+    names: tuple[str, ...]  # of all parameters
+    begin: int = field(default_factory=perf_counter_ns)  # when the backward reached the module
+    local: bytes = b""  # one byte a parameter: whether it was expected to have a gradient here
+    agreed: bytes = b""  # one byte a parameter: whether some rank has its gradient
+    asked_at: int = 0  # when the mask was sent
+    agreed_at: int = 0  # when this rank had noticed the agreed mask
+    backward_at: int = 0  # when autograd had finished
+    vote_at: int = 0  # when the vote was sent
+    voted_at: int = 0  # when its result had arrived; known while a timeline is made
+    averaged_at: int = 0  # when all averages were there, and were written to ``.grad``
+    returned_at: int = 0  # when the end of the backward was over
+    done_at: int = 0  # when the gradients were handed over: later, where results are waited for later (Megatron)
+    control_nbytes: int = 0  # bytes of masks
+    rounds: list[RoundRecord] = field(default_factory=list)  # of buckets
 
     def note_vote(self) -> None:
         """The result of the vote has arrived."""
@@ -183,33 +166,20 @@ class Recorder:
 
 
 class RoundRecord:
-    """The clock readings of one plan's buckets, a list each. 0 stands for never.
-
-    Attributes:
-        plan: The plan.
-        repair: True for a second round.
-        ready: When the last gradient of the bucket had arrived.
-        launch: When its launch began.
-        packed: When its gradients had been packed.
-        launched: When the launch was over.
-        arrived: When what was sent had arrived from all ranks; known while a timeline is made.
-        done: When the end of the backward had come by it.
-        nbytes: What this rank has sent.
-        goes_in_turns: Whether its messages are logged one by one, as those of a compressor are.
-    """
+    """The clock readings of one plan's buckets, a list each. 0 stands for never."""
 
     def __init__(self, plan: Plan, *, repair: bool) -> None:
         count = len(plan.buckets)
         self.plan = plan
-        self.repair = repair
-        self.ready = [0] * count
-        self.launch = [0] * count
-        self.packed = [0] * count
-        self.launched = [0] * count
-        self.arrived = [0] * count
-        self.done = [0] * count
-        self.nbytes = [0] * count
-        self.goes_in_turns = False
+        self.repair = repair  # whether it is of a second round
+        self.ready = [0] * count  # when the last gradient of the bucket had arrived
+        self.launch = [0] * count  # when its launch began
+        self.packed = [0] * count  # when its gradients had been packed
+        self.launched = [0] * count  # when the launch was over
+        self.arrived = [0] * count  # when what was sent had arrived from all ranks; known while a timeline is made
+        self.done = [0] * count  # when the end of the backward had come by it
+        self.nbytes = [0] * count  # what this rank has sent
+        self.goes_in_turns = False  # whether its messages are logged one by one, as those of a compressor are
 
     def note_arrival(self, k: int) -> None:
         """What bucket ``k`` has sent has arrived from all ranks."""
@@ -236,40 +206,27 @@ class RoundRecord:
 
 
 class Span(NamedTuple):
-    """Something that took a while.
+    """Something that took a while."""
 
-    Attributes:
-        kind: What it was; :data:`ppe_ddp.tracing.rank_record.KINDS` lists them.
-        name: Which one.
-        begin: By ``perf_counter_ns()``.
-        end: By the same clock.
-        nbytes: What this rank has sent; 0 where it is no message.
-    """
-
-    kind: str
-    name: str
-    begin: int
-    end: int
-    nbytes: int = 0
+    kind: str  # what it was; :data:`ppe_ddp.tracing.rank_record.KINDS` lists them
+    name: str  # which one
+    begin: int  # by ``perf_counter_ns()``
+    end: int  # by the same clock
+    nbytes: int = 0  # what this rank has sent; 0 where it is no message
 
 
 class EventLog:
     """Collects spans, and the recorders of backwards. The newest are kept, where it gets too long.
 
-    Args:
-        on_groups: Called when a wrapper has made its groups, on all of their ranks together.
-
-    Attributes:
-        spans: All spans that have ended.
-        backwards: The recorders of all backwards that have succeeded.
-        on_groups: The argument.
+    ``on_groups`` is called when a wrapper has made its groups, on all of their ranks together.
     """
 
     current: ClassVar[EventLog | None] = None
     """The one to write into; None while no timeline is made."""
 
     def __init__(self, on_groups: Callable[[Groups], None]) -> None:
-        self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)
+        self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)  # all spans that have ended
+        # The recorders of all backwards that have succeeded.
         self.backwards: deque[Recorder] = deque(maxlen=_MOST_BACKWARDS)
         self.on_groups = on_groups
         self._begun: dict[tuple[str, int], int] = {}

@@ -56,12 +56,8 @@ logger = logging.getLogger("ppe_ddp")
 class Reducer(Generic[C]):
     """Synchronizes the gradients of one module.
 
-    Args:
-        groups: The process groups to communicate in.
-        synchronizer: Communicates with the other ranks.
-        overlap: Whether to communicate while backward runs, or when it is over.
-        wrapper: Returns the wrapper, which sync hooks are called with.
-        sync_hooks: Called before synchronization; while there are any, it starts when backward is over.
+    It communicates while backward runs, with ``overlap``; without it, or while there are ``sync_hooks``, which are
+    called with what ``wrapper`` returns, when backward is over.
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Reducer[Any]]] = weakref.WeakValueDictionary()
@@ -475,10 +471,7 @@ class Reducer(Generic[C]):
     def _fail(self, backward: Backward, error: BaseException, *, waits: bool = False) -> None:
         """End the synchronization on all ranks, put this rank's gradients back, and raise.
 
-        Args:
-            backward: The synchronization's.
-            error: What has ended it.
-            waits: Whether backward goes on after an error that :meth:`_can_wait`.
+        If it ``waits``, backward goes on first after an error that :meth:`_can_wait`.
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error

@@ -87,9 +87,7 @@ class Reduction(ABC):
     def start(self, bucket: GradBucket, node: int | None = None) -> Waitable | None:
         """Start the reduction of ``bucket``; None if it is done.
 
-        Args:
-            bucket: What to send.
-            node: The only one on which its gradients exist, where :meth:`node_masks` has found that out.
+        ``node`` is the only one on which its gradients exist, where :meth:`node_masks` has found that out.
         """
         try:
             return self._call(bucket) if node is None else self._call_of_node(bucket, node)
@@ -118,15 +116,9 @@ class Reduction(ABC):
             ) from error
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending`` and see that the result is in ``bucket.buffer()``.
+        """Wait for ``pending`` and see that the result is in the buffer of ``bucket``, an alias of ``memory``.
 
-        Args:
-            bucket: What was sent.
-            pending: What :meth:`start` returned.
-            memory: What the tensors of the bucket are aliases of.
-
-        Returns:
-            What this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
+        Returns what this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
         """
         try:
             value = None if pending is None else self._await(bucket, pending)

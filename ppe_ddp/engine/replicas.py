@@ -71,11 +71,6 @@ logger = logging.getLogger("ppe_ddp")
 def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
     """Overwrite ``tensors`` by those of the group's rank 0, on all ranks. All must call this with the same list.
 
-    Args:
-        function: Does the broadcast.
-        tensors: Of any dtypes and devices; changed in place.
-        groups: The process groups to communicate in.
-
     Raises:
         FunctionError: The function returned something that cannot be waited for.
         PeerAbortedError: It has failed on another rank.
@@ -97,11 +92,8 @@ def broadcasting(
 ) -> Steps:
     """:func:`broadcast_all` as a generator that yields before it waits.
 
-    Args:
-        function: Broadcasts what rank 0 sends; it knows no other source, for which our own does it.
-        tensors: As there.
-        groups: As there.
-        sources: The rank of the group that sends each of ``tensors``; the same on every rank.
+    ``sources`` has the rank of the group that sends each tensor, the same on every rank. ``function`` broadcasts what
+    rank 0 sends; it knows no other source, for which our own does it.
     """
     used, source = function, 0
     try:
@@ -194,15 +186,8 @@ def broadcasting_buffers(
 ) -> Steps:
     """Give the buffers of ``module_state`` the values of other ranks, step by step. All ranks must do this together.
 
-    Args:
-        function: How to broadcast.
-        module_state: Whose buffers.
-        groups: The process groups to communicate in.
-        sources: Of each buffer, the rank of the group whose values it gets.
-
-    Raises:
-        FunctionError: See :func:`broadcast_all`.
-        CommunicationError: Our own function failed to communicate.
+    ``sources`` are the ranks of the group whose values they get. Raises FunctionError as :func:`broadcast_all` does,
+    and CommunicationError where our own function failed to communicate.
     """
     buffers = list(module_state.buffers().values())
     received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
@@ -216,11 +201,7 @@ def broadcasting_buffers(
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
     """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
 
-    Args:
-        buffer: The tensor that they have.
-        values: The tensor, or the values, that they get.
-        places: Modules, each with its name for the buffer.
-        references: How many references to ``buffer`` the caller has.
+    Each place is a module with its name for the buffer; the caller has so many ``references`` to it.
     """
     if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
         for owner, key in places:
@@ -299,12 +280,9 @@ _ADDRESS = torch.Tensor.data_ptr
 
 
 class DriftCheck:
-    """Compares the parameters of all ranks, a part of them in each synchronization.
+    """Compares the parameters of all ranks, a part of them in each synchronization; not those of a subclass, or sparse.
 
-    Args:
-        groups: Where to communicate.
-        module_state: Has the parameters. Those of a tensor subclass, and sparse ones, are not compared.
-        raises: Whether :meth:`conclude` raises what was found; else it is logged, on rank 0 and the ranks concerned.
+    If it ``raises``, :meth:`conclude` raises what was found; else it is logged, on rank 0 and the ranks concerned.
     """
 
     def __init__(self, groups: Groups, module_state: ModuleState, *, raises: bool) -> None:
@@ -325,8 +303,7 @@ class DriftCheck:
     def field(self, *, takes_part: bool) -> bytes:
         """What this rank says in a vote: of what it has looked at in the last one. Looks at the next part.
 
-        Args:
-            takes_part: Whether it has the same parameters as the others, which a rank that has joined has not.
+        It ``takes_part`` if it has the same parameters as the others, which a rank that has joined has not.
         """
         sums = [*map(int, self._sums)]
         self._sent = sums if takes_part else None
@@ -380,8 +357,7 @@ class DriftCheck:
     def find_ranks(self, field: bytes) -> Steps:
         """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks.
 
-        Args:
-            field: The maxima of the ranks' fields, which also those have that take no part.
+        ``field`` has the maxima of the ranks' fields, which also those have that take no part.
         """
         pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big"))
         names = [self._specs[i].name for i, _, _ in pieces]

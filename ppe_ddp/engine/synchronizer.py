@@ -61,31 +61,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a wrapper synchronizes; the same on every rank.
+    """How a wrapper synchronizes; the same on every rank."""
 
-    Attributes:
-        negotiate: Ranks may have different gradients. Without it, a difference is an error.
-        overlap: Communicate while backward runs. Without it, all of it comes after.
-        views: ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket.
-        broadcast_buffers: Broadcasts buffers after each synchronized backward; None to leave them alone.
-        ranges: Mark launches for torch's profiler, at a few microseconds each.
-        check_finite: Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all
-            ranks, else it raises on all.
-        check_drift: Compare some parameters in each step; ``"raise"`` raises where they differ, else it is logged.
-        average_where_used: Patterns of names of parameters whose gradients are averaged over the ranks that have them;
-            True for all.
-        agreed: What else must be the same on every rank, for people to read.
-    """
-
-    negotiate: bool = True
-    overlap: bool = True
-    views: bool = False
+    negotiate: bool = True  # ranks may have different gradients. Without it, a difference is an error
+    overlap: bool = True  # communicate while backward runs. Without it, all of it comes after
+    views: bool = False  # ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket
+    # Broadcasts buffers after each synchronized backward; None to leave them alone.
     broadcast_buffers: BroadcastFunction | None = None
-    ranges: bool = False
+    ranges: bool = False  # mark launches for torch's profiler, at a few microseconds each
+    # Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all ranks, else it
+    # raises on all.
     check_finite: bool | Literal["skip"] = False
+    # Compare some parameters in each step; ``"raise"`` raises where they differ, else it is logged.
     check_drift: bool | Literal["raise"] = True
+    # Patterns of names of parameters whose gradients are averaged over the ranks that have them; True for all.
     average_where_used: bool | Sequence[str] = False
-    agreed: str = ""
+    agreed: str = ""  # what else must be the same on every rank, for people to read
 
 
 logger = logging.getLogger("ppe_ddp")
@@ -95,14 +86,7 @@ _MORE_ARRIVALS = 200
 
 
 class BucketSynchronizer(Synchronizer):
-    """Synchronizes the gradients in ``.grad`` of one module, packed into buckets for each backward.
-
-    Args:
-        groups: Where to communicate.
-        reduction: How to reduce a bucket.
-        packing: How to pack buckets.
-        policy: How to synchronize.
-    """
+    """Synchronizes the gradients in ``.grad`` of one module, packed into buckets for each backward."""
 
     def __init__(self, groups: Groups, reduction: Reduction, packing: Packing, policy: Policy) -> None:
         super().__init__((groups,))
