@@ -38,7 +38,6 @@ class ErrorFeedback(Compressor):
             raise TypeError("ErrorFeedback(ErrorFeedback(...)) would add what was not sent twice: one is enough")
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         if not gradients.segments:
             return
         corrected = torch.empty_like(gradients.given)
@@ -74,7 +73,6 @@ class WarmUp(Compressor):
     before: Compressor = field(default_factory=Uncompressed)
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         chosen = self.before if gradients.step < self.steps else self.compressor
         yield from chosen.average(gradients, link)
 
@@ -95,7 +93,6 @@ class ByParameter(Compressor):
     min_numel: int = 0
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         chosen: dict[int, list[Segment]] = {}
         compressors = [*self.patterns.values(), self.otherwise, Uncompressed()]
         for segment in gradients.segments:

@@ -28,9 +28,9 @@ class Synchronizing(Protocol):
 
     module: nn.Module
 
-    def train_apart(self, apart: bool = ...) -> None: ...  # noqa: D102
-    def finish_grad_sync(self) -> None: ...  # noqa: D102
-    def abort_grad_sync(self, reason: str) -> None: ...  # noqa: D102
+    def train_apart(self, apart: bool = ...) -> None: ...
+    def finish_grad_sync(self) -> None: ...
+    def abort_grad_sync(self, reason: str) -> None: ...
 
 
 class OuterSteps:

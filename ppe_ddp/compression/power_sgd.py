@@ -46,7 +46,6 @@ class PowerSGD(Compressor):
             raise ValueError(f"PowerSGD(rank={self.rank}): the rank is at least 1")
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         yield from average_chosen(gradients, link, self._pays, self._average)
 
     def _pays(self, segment: Segment) -> bool:

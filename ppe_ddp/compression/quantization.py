@@ -54,7 +54,6 @@ class BlockCodec(Compressor):
         """Write what ``codes``, ``(number, any)``, stand for into ``values``, ``(number, block)``."""
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         if not gradients.numel:
             return
         blocks = Blocks(gradients, self.block)
@@ -185,7 +184,6 @@ class HalfCodec(BlockCodec):
         return values.to(self.kind).view(torch.uint8)
 
     def decode(self, codes: Tensor, values: Tensor) -> None:
-        """See :meth:`BlockCodec.decode`."""
         values.copy_(codes.view(self.kind))
 
 
@@ -254,7 +252,6 @@ class Int8(BlockCodec):
         return codes
 
     def decode(self, codes: Tensor, values: Tensor) -> None:
-        """See :meth:`BlockCodec.decode`."""
         values.copy_(codes[:, : self.block].view(torch.int8))
         values.mul_(codes[:, self.block :].view(values.dtype))
 
@@ -306,7 +303,6 @@ class Sign(BlockCodec):
         return codes
 
     def decode(self, codes: Tensor, values: Tensor) -> None:
-        """See :meth:`BlockCodec.decode`."""
         width = self.block // 8
         scales = codes[:, width:].view(torch.float64).to(values.dtype)
         bits = codes[:, :width]
@@ -321,7 +317,6 @@ class Uncompressed(Compressor):
     """One all-reduce in the gradients' own precision; halves are added up in float32 and rounded once."""
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         if not gradients.numel:
             return
         if gradients.dtype in (torch.float16, torch.bfloat16):

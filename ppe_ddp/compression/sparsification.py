@@ -33,7 +33,6 @@ class Sparsification(Compressor):
             )
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """See :meth:`Compressor.average`."""
         pays = partial(self._pays, itemsize=gradients.given.element_size(), world_size=link.size)
         yield from average_chosen(gradients, link, pays, self._average)
 

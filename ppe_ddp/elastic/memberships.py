@@ -169,7 +169,6 @@ class StoreMembership(Membership):
         return PrefixStore("ppe_ddp/elastic", store)
 
     def meet(self, word: dict[str, Any]) -> Quorum:
-        """See :meth:`Membership.meet`."""
         if self._beats is None:
             own = self._connect()  # a connection answers one call at a time
             self._beats = Repeated(lambda: own.add(f"beat/{self.name}", 1), _BEAT)
@@ -225,7 +224,6 @@ class StoreMembership(Membership):
         return self._bounded.do(lambda store: store.check(keys))
 
     def silent(self, names: Sequence[str]) -> Sequence[str]:
-        """See :meth:`Membership.silent`."""
         return [name for name in names if self._is_silent(name)]
 
     def _is_silent(self, name: str) -> bool:
@@ -243,11 +241,9 @@ class StoreMembership(Membership):
         return False
 
     def is_asked(self) -> bool:
-        """See :meth:`Membership.is_asked`."""
         return self._asks()
 
     def leave(self, word: dict[str, Any]) -> None:
-        """See :meth:`Membership.leave`."""
         if self._beats is not None:
             self._beats.end()
         with suppress(RuntimeError):
@@ -318,7 +314,6 @@ class LighthouseMembership(_ServingMembership):
         self._every, self._met = every, time.monotonic()
 
     def meet(self, word: dict[str, Any]) -> Quorum:
-        """See :meth:`Membership.meet`."""
         if self._beats is None:  # not before: who gives signs of life is waited for
             client = self._new_client()
             self._beats = Repeated(lambda: client.heartbeat(self.name), _BEAT / 2)
@@ -356,11 +351,9 @@ class LighthouseMembership(_ServingMembership):
         return Quorum(number, names, [words[name] for name in names], names.index(self.name), store)
 
     def is_asked(self) -> bool:
-        """See :meth:`Membership.is_asked`."""
         return time.monotonic() - self._met > self._every
 
     def leave(self, word: dict[str, Any]) -> None:
-        """See :meth:`Membership.leave`."""
         if self._beats is not None:
             self._beats.end()
 
@@ -402,7 +395,6 @@ class MpiMembership(_ServingMembership):
         self._alive: list[int] = []
 
     def meet(self, word: dict[str, Any]) -> Quorum:
-        """See :meth:`Membership.meet`."""
         met: queue.SimpleQueue[Quorum | BaseException] = queue.SimpleQueue()
 
         def meet() -> None:
@@ -490,11 +482,9 @@ class MpiMembership(_ServingMembership):
         return word
 
     def is_asked(self) -> bool:
-        """See :meth:`Membership.is_asked`."""
         return False
 
     def leave(self, word: dict[str, Any]) -> None:
-        """See :meth:`Membership.leave`."""
         while not all(one.get("ends") for one in self.meet({**word, "ends": True}).words):
             pass
         if len(self._alive) == self._comm.Get_size() and not self._mpi.Is_finalized():
