@@ -193,20 +193,13 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
 
     def start_negotiation(self, backward: Backward) -> None:
-        """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already.
-
-        One rank alone has nothing to agree on: its gradients are the averages.
-        """
+        """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
         if self._policy.check_finite:
             self._finite = FiniteCheck(self._module_state.names)
         if self.sends_nothing:
-            arrived = bytearray(self._nothing)
-            for i in backward.arrivals:
-                arrived[i] = 1
-            backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
-            backward.recorder.agreed_at = perf_counter_ns()
+            self._agree_alone(backward)
             return
         if self.announce is not None and not backward.has_run_out:
             self.announce()
@@ -241,6 +234,14 @@ class BucketSynchronizer(Synchronizer):
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
         backward.enter(Phase.NEGOTIATING)
+
+    def _agree_alone(self, backward: Backward) -> None:
+        """One rank alone has nothing to agree on: its gradients are the averages."""
+        arrived = bytearray(self._nothing)
+        for i in backward.arrivals:
+            arrived[i] = 1
+        backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
+        backward.recorder.agreed_at = perf_counter_ns()
 
     def is_agreed(self, backward: Backward) -> bool:
         """Whether the agreed mask has arrived."""
@@ -299,8 +300,6 @@ class BucketSynchronizer(Synchronizer):
         if self._finite is not None:
             self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
-        if EventLog.current is not None:
-            vote.watch(recorder.note_vote)
         yield from schedule.finish()
         outcome = yield from self._outcome(vote)
         recorder.control_nbytes += vote.nbytes
@@ -445,7 +444,7 @@ class BucketSynchronizer(Synchronizer):
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.
-        return self.negotiation.start(
+        vote = self.negotiation.start(
             mask,
             status,
             is_vote=True,
@@ -454,6 +453,9 @@ class BucketSynchronizer(Synchronizer):
             times=self.times.field(backward.recorder.backward_at),
             parameters=b"" if self.drift is None else self.drift.field(takes_part=has_parameters),
         )
+        if EventLog.current is not None:
+            vote.watch(backward.recorder.note_vote)
+        return vote
 
     def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
         """What the averages over all ranks are multiplied by, by parameter index."""
