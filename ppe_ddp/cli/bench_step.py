@@ -324,19 +324,16 @@ def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
     return {**found, "torch": _torch, "ppe": _ppe, "bare": lambda module, _group, _is_dynamic: module}
 
 
+@dataclass
 class Contestant:
     """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        batch: Tensor,
-        module: nn.Module,
-        wrapper: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-    ) -> None:
-        self.workload, self.batch, self.optimizer = workload, batch, optimizer
-        self.module, self.wrapper, self.steps = module, wrapper, 0
+    workload: Workload
+    batch: Tensor
+    module: nn.Module
+    wrapper: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    steps: int = 0
 
     def take(self, steps: int) -> None:
         for _ in range(steps):

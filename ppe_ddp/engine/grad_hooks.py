@@ -199,7 +199,7 @@ class GradHooks:
         recording.put(repeat(self._record))
         self._is_recording = True
 
-    def stop_recording(self, _dead: object = None) -> None:
+    def stop_recording(self) -> None:
         """Call ``on_accumulated`` again for every arrival."""
         if self._is_recording:
             self._is_recording = False
