@@ -65,11 +65,11 @@ def test_the_peak_is_one_copy_and_one_bucket_above_the_bare_module_and_between_s
     assert bare > LAYERS * LAYER_NBYTES
     wrapper = DistributedDataParallel(module, bucket_cap_mb=CAP_MB, **options)
     # Nothing is held at the start, so the peak has in it what it comes to hold.
-    assert wrapper._reducer.synchronizer.nbytes == 0
+    assert wrapper._reducer.synchronizer.gradients.buffers.nbytes == 0
 
     def train_and_look(step):
         train(wrapper, step, [rank])
-        held.append(wrapper._reducer.synchronizer.nbytes)
+        held.append(wrapper._reducer.synchronizer.gradients.buffers.nbytes)
         agreed = {k for r in range(2) for k in way_of(r, step)}
         assert held[-1] <= len(agreed) * LAYER_NBYTES + BUCKET_NBYTES + rounding(wrapper)
 
@@ -100,7 +100,9 @@ def test_nothing_grows_with_the_number_of_masks():
     assert len(masks) > 80
     # The set of masks grows here, not there.
     assert counts[169] - counts[109] < 2 * len(masks)
-    assert wrapper._reducer.synchronizer.nbytes <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding(wrapper)
+    assert wrapper._reducer.synchronizer.gradients.buffers.nbytes <= LAYERS * LAYER_NBYTES + BUCKET_NBYTES + rounding(
+        wrapper
+    )
 
 
 def shared_nbytes():

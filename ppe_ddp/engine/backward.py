@@ -223,11 +223,6 @@ class Synchronizer(ABC):
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of gradient memory held beside the gradients."""
-
     def finish_gathers(self) -> None:
         """Wait for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere.
 

@@ -41,6 +41,7 @@ _TRIGGERS = 16  # for each bucket, which is launched so much of its size late at
 _BUCKET_CAP_MB = 4.0
 _GPU_BUCKET_CAP_MB = 25.0  # torch's
 _ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and nothing waits for it
+_KEPT_PLANS = 32  # for a model that changes between so many sets of gradients
 
 
 @dataclass(frozen=True)
@@ -227,12 +228,11 @@ def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> l
 
 
 class Planner:
-    """Makes plans for agreed masks, and caches the ``capacity`` most recently used ones."""
+    """Makes plans for agreed masks, and caches the most recently used ones."""
 
-    def __init__(self, specs: Sequence[ParameterSpec], packing: Packing, capacity: int = 32) -> None:
+    def __init__(self, specs: Sequence[ParameterSpec], packing: Packing) -> None:
         self.specs = tuple(specs)
         self.packing = packing
-        self._capacity = capacity
         self._learned: set[int] = set()
         # Backward reaches parameters roughly in the reverse of their registration, until we know better.
         self._set_order(list(range(len(self.specs)))[::-1])
@@ -241,10 +241,6 @@ class Planner:
         """Plan by ``packing`` from now on."""
         self.packing = packing
         self._set_order(self.order)
-
-    def __len__(self) -> int:
-        """The number of plans kept."""
-        return self.plan.cache_info().currsize
 
     def has_unlearned(self, present: bytes) -> bool:
         """Whether ``present`` has a parameter whose place in the order is still a guess.
@@ -277,9 +273,7 @@ class Planner:
     def _set_order(self, order: list[int]) -> None:
         self.order = order
         specs, packing = self.specs, self.packing
-        self.plan = lru_cache(self._capacity)(
-            lambda present, nodes=b"": make_plan(present, specs, order, packing, nodes)
-        )
+        self.plan = lru_cache(_KEPT_PLANS)(lambda present, nodes=b"": make_plan(present, specs, order, packing, nodes))
         self.learned_digest = fingerprint([f"{order} {self.learned}"]).hex()
         """Tells of the order, and of what in it was learned."""
         self.launch_triggers: set[int] = set()

@@ -122,11 +122,6 @@ class BucketSynchronizer(Synchronizer):
             return self.reduction.turns
         return self.reduction.turns | BLOCKING
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the bucket buffers."""
-        return self.gradients.buffers.nbytes
-
     def train_apart(self, apart: bool) -> None:
         """Let ranks have parameters of their own, which are no longer compared; weigh no loss while ``apart``."""
         self._policy, self.drift = replace(self._policy, check_drift=False), None

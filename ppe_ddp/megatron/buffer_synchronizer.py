@@ -173,12 +173,6 @@ class BufferSynchronizer(Synchronizer):
         backward = self._unfinished
         return None if backward is None or backward.phase is Phase.FAILED else backward
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the gradient buffers, and of what they are all-reduced in."""
-        buffers = sum(bucket.extent.padded * bucket.extent.plan.dtype.itemsize for bucket in self._buckets)
-        return buffers + sum(bucket.message[0].nbytes for bucket in self._buckets if bucket.message is not None)
-
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Set the streams; the buffers belong to one module state."""
         self.gradients.streams = streams

@@ -280,7 +280,7 @@ class BufferBucket(DenseBucket):
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
         self._is_reduced = False
         self._carried: Tensor | None = None
-        self.message: tuple[Tensor, list[Tensor]] | None = None  # where it is all-reduced, and the slots there
+        self._message: tuple[Tensor, list[Tensor]] | None = None  # where it is all-reduced, and the slots there
         self._reduced_share: Tensor | None = None
 
     @property
@@ -348,10 +348,10 @@ class BufferBucket(DenseBucket):
         if self._reduction.sends_nothing:
             scale(self._range, self._range, factor)
             return self._range, self.slots
-        if self.message is None:
+        if self._message is None:
             flat = allocator(self._groups.buckets)(self.plan.numel, self.plan.dtype, self.plan.device)
-            self.message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
-        flat, slots = self.message
+            self._message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
+        flat, slots = self._message
         scale(flat, self._range, factor)
         return flat, slots
 
@@ -384,5 +384,5 @@ class BufferBucket(DenseBucket):
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()
-        self.message = None  # the reduction may still write there
+        self._message = None  # the reduction may still write there
         return []
