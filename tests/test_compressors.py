@@ -41,6 +41,7 @@ METHODS = {
     "topk of all": TopK(0.01, min_numel=0),
     "randomk": RandomK(0.1, min_numel=100),
     "sign": Sign(),
+    "sign majority": Sign(majority=True),
     "powersgd": PowerSGD(2),
     "powersgd cold": PowerSGD(2, warm_start=False),
     "uncompressed": Uncompressed(),
@@ -199,6 +200,17 @@ def test_sign_is_the_mean_of_signs_with_the_mean_magnitude(size):
     if size > 2:  # one more bit for the mean
         expected = torch.cat([torch.where(expected[h] < 0, -1.0, 1.0) * expected[h].abs().mean() for h in halves])
     torch.testing.assert_close(result, expected)
+
+
+@each_size
+def test_the_majority_decides_on_signs(size):
+    given = drawn({"a": torch.Size([64])}, size)
+    given[0]["a"] *= 1000  # one rank with a large gradient
+    result = Simulation(Sign(block=64, majority=True), {"a": torch.Size([64])}, size).average(given)["a"]
+    votes = sum(torch.sign(one["a"]) for one in given)
+    clear = votes != 0
+    assert torch.equal(torch.sign(result)[clear], torch.sign(votes)[clear])
+    torch.testing.assert_close(result.abs(), torch.full((64,), sum(one["a"].abs().mean() for one in given) / size))
 
 
 @each_size

@@ -53,6 +53,15 @@ class BlockCodec(Compressor):
     def decode(self, codes: Tensor, values: Tensor) -> None:
         """Write what ``codes``, ``(number, any)``, stand for into ``values``, ``(number, block)``."""
 
+    def combine(self, received: Tensor, mean: Tensor) -> Tensor:
+        """The result for a part, of all ranks: by default ``mean``, that of what was sent.
+
+        Args:
+            received: The codes of all ranks, ``(size, number, any)``.
+            mean: ``(number, block)``; not to be changed.
+        """
+        return mean
+
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.numel:
             return
@@ -66,7 +75,10 @@ class BlockCodec(Compressor):
         result = blocks.room(gradients.average)
         if link.size <= 2:
             received = yield from link.all_gather(codes)
-            self._mean(received, result)
+            mean = self._mean(received, result)
+            result = self.combine(received, mean)
+            if kept is not None and result is not mean:
+                kept.add_(mean).sub_(result)
         else:
             yield from self._in_parts(codes, sizes, result, kept, gradients.seed, link)
         if kept is not None:
@@ -83,9 +95,10 @@ class BlockCodec(Compressor):
         rows = pad(codes, (0, 0, 0, missing)).view(link.size, share, -1)
         received = yield from link.all_to_all(rows)
         mean = self._mean(received, result.new_empty(share, self.block))
+        part = self.combine(received, mean)
         mine = slice(link.rank * share, min((link.rank + 1) * share, number))
         own_sizes = pad(sizes, (0, missing), value=1)[link.rank * share : (link.rank + 1) * share]
-        again = self.encode(_cleared(mean, own_sizes), own_sizes, seed + _SECOND + link.rank)
+        again = self.encode(_cleared(part, own_sizes), own_sizes, seed + _SECOND + link.rank)
         everything = yield from link.all_gather(again)
         self.decode(everything.view(link.size * share, -1)[:number], result)
         if kept is not None and mine.start < number:
@@ -273,16 +286,19 @@ class Sign(BlockCodec):
     """Sends one bit an element, and one scale a block. Use it with error feedback: alone it is far from the gradient.
 
     J. Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018
-    (https://arxiv.org/abs/1802.04434); S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
+    (https://arxiv.org/abs/1802.04434), for the vote; S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847), for the scale; both ways in one bit as
     in S. Zheng et al., Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback, NeurIPS 2019
     (https://arxiv.org/abs/1905.10936).
 
     Attributes:
         block: Elements that share a scale; a multiple of 64.
+        majority: Let the ranks vote on the sign of each element instead of averaging; they all count alike, whatever
+            their magnitudes, which one rank with wild gradients cannot outvote.
     """
 
     block: int = 1024
+    majority: bool = False
 
     def __post_init__(self) -> None:
         if self.block < 64 or self.block % 64:
@@ -310,6 +326,16 @@ class Sign(BlockCodec):
         for k in range(8):
             planes[:, k] = (bits >> k) & 1
         values.mul_(-2 * scales).add_(scales)
+
+    def combine(self, received: Tensor, mean: Tensor) -> Tensor:
+        """The mean, or what most ranks say with the mean of their scales; where they are even, the sign of the mean."""
+        if not self.majority:
+            return mean
+        votes = torch.zeros_like(mean)
+        for codes in received:
+            votes.add_(self._decoded(codes, mean).sign_())
+        scales = received[:, :, self.block // 8 :].view(torch.float64).mean(0).to(mean.dtype)
+        return torch.where(votes == 0, mean, votes).sign_().mul_(scales)
 
 
 @dataclass(frozen=True)
