@@ -144,14 +144,14 @@ class _BroadcastMessage:
             for tensor, offset in zip(self._tensors, offsets, strict=False):
                 self._slots.append(message[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
             torch._foreach_copy_(self._slots, self._tensors)
-        self._work = dist.broadcast(message, group=group, group_src=source, async_op=True)
+        self.work = dist.broadcast(message, group=group, group_src=source, async_op=True)
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self.work.is_completed())
 
     @torch.no_grad()
     def wait(self) -> None:
-        self._work.wait()
+        self.work.wait()
         if self._slots:
             torch._foreach_copy_(self._tensors, self._slots)
 

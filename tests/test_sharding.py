@@ -20,6 +20,7 @@ from ppe_ddp.sharding import (
     Checkpoint,
     DistModule,
     broadcast_and_shard_state_dict,
+    distribution,
     load_state_dict,
     patch_accelerate,
     shard_broadcasted_state_dict,
@@ -315,6 +316,16 @@ def test_any_memory_format():
         assert torch.equal(net.weight, full["weight"])
         assert torch.equal(net.bias, full["bias"])
         assert assign or net.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (3600.0, False)])
+def test_a_bar_for_long_loads(monkeypatch, capsys, seconds, shown):
+    skip_without("tqdm")
+    monkeypatch.setattr(distribution, "_SHOWN_AFTER", seconds)
+    net = nn.Linear(64, 64)
+    for wanted, seen in [(True, shown), (False, False), (None, False)]:  # what is captured is no terminal
+        DistModule(net, progress=wanted, piece_nbytes=1024).load_state_dict(net.state_dict())
+        assert ("loading" in capsys.readouterr().err) == seen
 
 
 # --- values that are no tensors

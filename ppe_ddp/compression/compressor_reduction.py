@@ -16,7 +16,7 @@ import torch
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
-from ppe_ddp.contracts import AllPending, GradBucket, Waitable, is_completed
+from ppe_ddp.contracts import GradBucket, Waitable, is_completed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
 
@@ -45,7 +45,7 @@ class CompressorReduction(Reduction):
         self._state = state
         # By names, and the shape and strides of each: what is made once is used as long as the same layout comes along.
         self._segments = lru_cache(_LAYOUTS)(partial(_segments, state))
-        self._queue = ExchangeQueue(self._wait_for)
+        self._queue = ExchangeQueue(lambda pending, device: groups.failures.wait(pending, device))
         self._started: list[GradBucket] = []
         self._sparse: list[Tensor] = []  # averages, which are not compressed
         self.may_launch = self._queue.is_ready
@@ -145,10 +145,6 @@ class CompressorReduction(Reduction):
             step=self._state.step(self._groups),
             seed=self._state.seed(self._groups, bucket.index()),
         )
-
-    def _wait_for(self, pending: Waitable, device: torch.device) -> None:
-        for part in pending.parts if isinstance(pending, AllPending) else (pending,):
-            self._groups.failures.wait(part, device)
 
 
 def _segments(

@@ -27,6 +27,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
+from ppe_ddp.contracts import AllPending
 from ppe_ddp.engine.peer_processes import Activity, Condition, Position
 from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
 from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
@@ -113,13 +114,13 @@ class LostRanks:
     def gone(self) -> list[LostRank]:
         """The ranks that are known not to come any more; found out at once."""
         here = self._not_running()
-        if self._elsewhere and not here:
+        if self._elsewhere:
             with suppress(dist.DistError, CommunicationError):
                 told = self._told()
-                here = [LostRank(**one) for record in told.values() for one in record["lost"]]
                 if told and not self._has_answered:  # who looks for ranks that are lost waits for the others
                     self._has_answered = True
-                    self._tell([])
+                    self._tell(here)
+                here = here or [LostRank(**one) for record in told.values() for one in record["lost"]]
         return [one for one in here if one.is_gone]
 
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
@@ -378,6 +379,10 @@ class Failures:
             PeerAbortedError: Another rank has failed.
             CommunicationError: Another rank is gone, and so is what it had sent.
         """
+        if isinstance(pending, AllPending):
+            for part in pending.parts:
+                self.wait(part, device)
+            return None
         if device.type != "cpu":
             return pending.wait()  # the host does not wait
         call = getattr(pending, "work", pending)

@@ -47,6 +47,7 @@ class DistModule(nn.Module):
             torch does: the checkpoint's with ``assign=True``, else the module's.
         piece_nbytes: Memory that a rank may use beyond what it loads.
         device: Where tensors are made that the module has on the meta device; by default where its DTensors live.
+        progress: Whether rank 0 shows a bar. None: on a terminal, when it takes long.
     """
 
     def __init__(
@@ -57,11 +58,12 @@ class DistModule(nn.Module):
         dtype: Literal["module", "checkpoint"] | None = None,
         piece_nbytes: int = 64 << 20,
         device: torch.device | str | None = None,
+        progress: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistModule wraps a torch.nn.Module, not a {type(module).__name__}")
-        options = LoadOptions(process_group, dtype, piece_nbytes, device)
+        options = LoadOptions(process_group, dtype, piece_nbytes, device, progress)
         # Not registered as a submodule, which would prefix all names: parameters, buffers, children and mode are the
         # wrapped module's own.
         for name in self.__dict__.keys() - _OWN:

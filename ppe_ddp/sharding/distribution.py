@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,16 +46,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
+_SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options of a load; the first four are those of DistModule."""
+    """The options of a load; the first five are those of DistModule."""
 
     process_group: ProcessGroup | None = None
     dtype: Literal["module", "checkpoint"] | None = None
     piece_nbytes: int = 64 << 20
     device: torch.device | str | None = None
+    progress: bool | None = None
     # Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the checkpoint has may
     # be on the meta device.
     fresh: bool = True
@@ -171,7 +175,9 @@ class Load:
             load_group, self._checkpoint, self._memories, device_of(header["wire"]), options.piece_nbytes, self._failure
         )
         messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
-        transfer.run(messages)
+        shown = options.progress if load_group.is_source else False
+        with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
+            transfer.run(messages, advance)
         set_metadata(self.state_dict, header["metadata"])
 
         def finish() -> None:
@@ -306,6 +312,20 @@ def _refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
         )
 
 
+@contextmanager
+def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], object]]:
+    """A bar for a load that takes long, on a terminal only where ``shown`` is None; gives what counts bytes."""
+    bar: AbstractContextManager[Any] = nullcontext()
+    if shown or (shown is None and sys.stderr.isatty()):
+        with suppress(ImportError):
+            from tqdm import tqdm
+
+            size = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+            bar = tqdm(total=total, desc="loading", leave=False, delay=_SHOWN_AFTER, file=sys.stderr, **size)
+    with bar as counter:
+        yield counter.update if counter is not None else lambda nbytes: None
+
+
 _IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not memory
 
 
@@ -364,12 +384,13 @@ class TensorTransfer:
         self._last_is_broadcast = False
         self.failure = failure
 
-    def run(self, messages: Iterable[TransferMessage]) -> None:
-        """Send and receive ``messages``."""
+    def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
+        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent."""
         try:
             for message in messages:
                 self._make_room(message)
                 self._start(message)
+                tell(message.nbytes)
             while self._pending:
                 self._finish()
         except RuntimeError as error:

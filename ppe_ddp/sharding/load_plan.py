@@ -359,6 +359,11 @@ class RoutedTensor:
     dtype: torch.dtype  # in which it is sent
     shares: tuple[tuple[Region, Route], ...]  # regions, and the ranks of the load group that hold each, in order
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all regions; one that several ranks hold counts once."""
+        return sum(math.prod(shape_of(region)) for region, _ in self.shares) * self.dtype.itemsize
+
 
 def route_tensors(
     found: Mapping[str, SourceEntry],

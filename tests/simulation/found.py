@@ -48,6 +48,8 @@ def found(orders=5):
             _program(seed, ("here",) * 3, dies),
             # An error that a probe had met was lost: the wait for a compressor's bucket had no end.
             _program(seed, ("here",) * 3, (Fault(1, 0, Where.PACKING, 0),), count=2, wrapping=Wrapping.TOPK, step=kept),
+            # A rank that saw another one dead did not tell other nodes that it lives itself: they named both.
+            _program(seed, ("here", "there", "here"), (Fault(0, 0, Where.DIES, 6 - 4 * (seed % 2)),)),
             # A rank's first step failed while another one still compared what the optimizer is made for.
             _program(seed, ("here",) * 3, (Fault(0, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER),
             # ... for which compressor.
