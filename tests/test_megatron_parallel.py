@@ -549,6 +549,26 @@ def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again
 
 
 @on_four_ranks
+def test_ranks_with_other_experts_take_the_step_after_one_of_which_they_had_the_averages():
+    """Who hears in its backward that another rank has given the last step up tells those with the same experts."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    for step in range(6):
+        gives_up = step % 2 == 0 and dist.get_rank() == 2
+        model.zero_grad_buffer()
+        model(torch.ones(2, 4), has_tokens=True).sum().backward()
+        if not gives_up:
+            model.finish_grad_sync()
+        dist.barrier()
+        if gives_up:
+            model.abort_grad_sync("by hand")
+        else:
+            assert model.module.expert.bias.main_grad.tolist() == [1.0] * 4  # 2 of each of two ranks, over four
+        dist.barrier()
+
+
+@on_four_ranks
 def test_the_dimensions_of_a_mesh_may_come_in_any_order():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     groups = ParallelGroups.from_mesh(mesh)

@@ -421,7 +421,9 @@ class Synchronizer(ABC):
             return False
         if error.step is None or error.is_in_step or backward.has_run_out:
             return False
-        if any(error.step >= groups.step for groups in self.groups):
+        # Who postpones a step tells so in its other groups, without a phase.
+        step = error.step if error.phase else error.step - 1
+        if any(step >= groups.step for groups in self.groups):
             return False
         for groups in self.groups:
             groups.fail(error, "")
