@@ -376,7 +376,8 @@ class Synchronizer(ABC):
         Returns:
             Whether it has: False where the ranks could not make new connections afterwards, and must go on with these.
         """
-        if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
+        others = [groups for groups in self.groups if groups.world_size > 1] or self.groups
+        if self.hook_progress is not None or not all(groups.is_duplicate for groups in others):
             self.give_back(backward)
             return False
         error = AbortedError(reason)
