@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
 from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
-from ppe_ddp.compression import ErrorFeedback, PowerSGD, TopK
+from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -609,6 +609,43 @@ def test_a_rank_without_a_backward_finalizes_chunks_in_whatever_order_the_others
         finalize_model_grads(chunks)
         for chunk in chunks:
             assert chunk.module.of_interest.main_grad.unique().tolist() == [0.5 if step == 1 else 1.0]
+
+
+@on_two_ranks
+def test_a_chunk_that_fails_while_another_one_is_waited_for_takes_the_next_step():
+    fails, word = [False], torch.ones(1)
+
+    class Failing(Compressor):
+        def average(self, gradients, link):
+            if fails[0] and dist.get_rank():
+                dist.recv(word, 0)  # the other one has come to this bucket, too
+                raise Boom
+            if fails[0]:
+                dist.send(word, 1)
+            yield from Int8().average(gradients, link)
+
+        def __repr__(self):
+            return "Failing()"
+
+    config, rank = DistributedDataParallelConfig(), dist.get_rank()
+    chunks = [DistributedDataParallel(None, config, nn.Linear(3, 3), reduce_function=one) for one in (None, Failing())]
+    for step in range(6):
+        fails[0] = step % 2 == 1
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            chunk(torch.ones(2, 3)).sum().backward()
+        if not fails[0]:
+            finalize_model_grads(chunks)
+            continue
+        if rank == 0:
+            chunks[1].begin_grad_sync()
+            chunks[0].finish_grad_sync()  # which goes on with the other one
+            with pytest.raises(PeerAbortedError):
+                chunks[1].scale_gradients(1.0)
+        with pytest.raises((Boom, PeerAbortedError)):
+            chunks[1].finish_grad_sync()
+        if rank:
+            chunks[0].finish_grad_sync()
 
 
 @on_two_ranks
