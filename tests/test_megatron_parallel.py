@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
 from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
-from ppe_ddp.compression import ErrorFeedback, PowerSGD, TopK
+from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -531,21 +531,44 @@ def test_chunks_without_a_pipeline_have_no_copies_of_one_another():
     assert clip_grad_norm_(optimizers, 1e9).item() == pytest.approx((3 * 10**2 + 3 * 100**2) ** 0.5)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ranks_of_an_expert", [1, 2])
 @on_two_ranks
-def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again():
+def test_after_a_step_that_was_given_up_behind_backward_tokens_are_counted_again(overlap, ranks_of_an_expert):
     """Of experts, too: who hears of it in the sum of the tokens, and who has given up, connect the same groups."""
-    groups = ParallelGroups(expert=dist.group.WORLD)
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
-    model = DistributedDataParallel(PerToken(), config, Expert(), groups=groups)
+    mesh = init_device_mesh("cpu", (ranks_of_an_expert, 2 // ranks_of_an_expert), mesh_dim_names=("dp", "ep"))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+    model = DistributedDataParallel(PerToken(), config, Expert(), groups=ParallelGroups.from_mesh(mesh))
     for step in range(6):
         fails = step % 2 == 1
         model.zero_grad_buffer()
         with contextlib.suppress(*[PeerAbortedError] * fails):  # who is late hears of it in backward
             model(torch.ones(2, 4), has_tokens=True).sum().backward()
         if fails and dist.get_rank() == 1:
+            model.start_grad_sync()  # without overlap the averages are there behind it
             model.abort_grad_sync("by hand")
         with pytest.raises(PeerAbortedError) if fails else contextlib.nullcontext():
             finalize_model_grads([model], torch.tensor([4.0]))
+
+
+@on_four_ranks
+def test_ranks_with_other_experts_take_the_step_after_one_of_which_they_had_the_averages():
+    """Who hears in its backward that another rank has given the last step up tells those with the same experts."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    for step in range(6):
+        gives_up = step % 2 == 0 and dist.get_rank() == 2
+        model.zero_grad_buffer()
+        model(torch.ones(2, 4), has_tokens=True).sum().backward()
+        if not gives_up:
+            model.finish_grad_sync()
+        dist.barrier()
+        if gives_up:
+            model.abort_grad_sync("by hand")
+        else:
+            assert model.module.expert.bias.main_grad.tolist() == [1.0] * 4  # 2 of each of two ranks, over four
+        dist.barrier()
 
 
 @on_four_ranks
@@ -586,6 +609,43 @@ def test_a_rank_without_a_backward_finalizes_chunks_in_whatever_order_the_others
         finalize_model_grads(chunks)
         for chunk in chunks:
             assert chunk.module.of_interest.main_grad.unique().tolist() == [0.5 if step == 1 else 1.0]
+
+
+@on_two_ranks
+def test_a_chunk_that_fails_while_another_one_is_waited_for_takes_the_next_step():
+    fails, word = [False], torch.ones(1)
+
+    class Failing(Compressor):
+        def average(self, gradients, link):
+            if fails[0] and dist.get_rank():
+                dist.recv(word, 0)  # the other one has come to this bucket, too
+                raise Boom
+            if fails[0]:
+                dist.send(word, 1)
+            yield from Int8().average(gradients, link)
+
+        def __repr__(self):
+            return "Failing()"
+
+    config, rank = DistributedDataParallelConfig(), dist.get_rank()
+    chunks = [DistributedDataParallel(None, config, nn.Linear(3, 3), reduce_function=one) for one in (None, Failing())]
+    for step in range(6):
+        fails[0] = step % 2 == 1
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            chunk(torch.ones(2, 3)).sum().backward()
+        if not fails[0]:
+            finalize_model_grads(chunks)
+            continue
+        if rank == 0:
+            chunks[1].begin_grad_sync()
+            chunks[0].finish_grad_sync()  # which goes on with the other one
+            with pytest.raises(PeerAbortedError):
+                chunks[1].scale_gradients(1.0)
+        with pytest.raises((Boom, PeerAbortedError)):
+            chunks[1].finish_grad_sync()
+        if rank:
+            chunks[0].finish_grad_sync()
 
 
 @on_two_ranks

@@ -319,7 +319,8 @@ class Synchronizer(ABC):
 
         Returns False where the ranks could not make new connections afterwards, and must go on with these.
         """
-        if self.hook_progress is not None or not all(groups.is_duplicate for groups in self.groups):
+        others = [groups for groups in self.groups if groups.world_size > 1] or self.groups
+        if self.hook_progress is not None or not all(groups.is_duplicate for groups in others):
             self.give_back(backward)
             return False
         error = AbortedError(reason)
@@ -364,7 +365,9 @@ class Synchronizer(ABC):
             return False
         if error.step is None or error.is_in_step or backward.has_run_out:
             return False
-        if any(error.step >= groups.step for groups in self.groups):
+        # Who postpones a step tells so in its other groups, without a phase.
+        step = error.step if error.phase else error.step - 1
+        if any(step >= groups.step for groups in self.groups):
             return False
         for groups in self.groups:
             groups.fail(error, "")

@@ -310,10 +310,10 @@ class Groups:
     def _failed_since(self) -> list[Failure]:
         """The reports of ranks that had completed the step in which the connections were closed, and have failed since.
 
-        They have not heard of that, and so have not come to connect again.
+        They have not heard of that, and have not come to connect again. Who postpones a step names no phase: it comes.
         """
         with contextlib.suppress(dist.DistError, CommunicationError):
-            return [failure for failure in self.failures.of_others() if failure.step > self.step]
+            return [failure for failure in self.failures.of_others() if failure.phase and failure.step > self.step]
         return []
 
     def _can_connect(self) -> bool:

@@ -283,6 +283,9 @@ class BufferSynchronizer(Synchronizer):
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
         """End the communication for all ranks at once, also where only results are still waited for."""
+        if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:  # it is over: finishing tells of it
+            self._note_failure(AbortedError(reason))
+            return True
         is_unfinished = backward is self._unfinished
         has_ended = super().abort(backward, reason)
         if has_ended and is_unfinished:

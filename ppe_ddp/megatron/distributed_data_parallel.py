@@ -266,7 +266,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if not synchronizer.has_failed and (reducer.is_started or not synchronizer.is_sent):
+        if reducer.is_started or not (synchronizer.has_failed or synchronizer.is_sent):
             reducer.finish()
         if not self.ddp_config.overlap_grad_reduce:
             synchronizer.wait_for_results()

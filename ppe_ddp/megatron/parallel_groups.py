@@ -213,7 +213,7 @@ class CopiesOfParameters(Copies):
 
     def leave(self, error: BaseException) -> None:
         """See :meth:`Copies.leave`."""
-        if self.is_split:
+        if self._parallel.tells_all:
             self._parallel.leave(error)
 
     def note_failed_update(self) -> None:
