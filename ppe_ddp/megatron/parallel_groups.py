@@ -387,13 +387,19 @@ class ModelParallel:
                 raise instead from error
             logger.warning("%s (This rank's gradients of that call were complete.)", instead)
             groups.step -= 1  # it begins once more
-            for other in self._distinct:
-                if not other.is_closed and any(report.step < other.step for report in other.failures.of_others()):
-                    other.fail(instead, self._phase)
-                    other.step -= 1
-            self.renew()
+            self._begin_again_where_told(instead)
+            while any(one.is_closed for one in self._distinct):
+                self.renew()
+                self._begin_again_where_told(instead)  # who has failed tells one group after another
             extremes.copy_(mine)
             self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
+
+    def _begin_again_where_told(self, error: PeerAbortedError) -> None:
+        """Close the groups in which a rank has told by now that it had failed after the last step."""
+        for groups in self._distinct:
+            if not groups.is_closed and any(report.step < groups.step for report in groups.failures.of_others()):
+                groups.fail(error, self._phase)
+                groups.step -= 1
 
     def renew(self) -> None:
         """Make new connections where a failure has closed them."""

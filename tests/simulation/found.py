@@ -24,11 +24,13 @@ def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STE
     return Program(seed, len(nodes), (_RECIPE,) * count, options, wrapping, (step, step), nodes, faults)
 
 
-def _split(seed, shape, fault, *, chunks=1, **options):
+def _split(seed, shape, fault, *, chunks=1, nodes=None, **options):
     names = ("overlap", "is_sharded", "gathers_late", "clips", "counts_tokens", "looks_for_nan", "has_small_buckets")
     shape = (*shape, 1, 1)[:4]
     size = math.prod(shape)
-    return SplitProgram(seed, shape, chunks, {**dict.fromkeys(names, False), **options}, 3, ("here",) * size, (fault,))
+    return SplitProgram(
+        seed, shape, chunks, {**dict.fromkeys(names, False), **options}, 3, nodes or ("here",) * size, (fault,)
+    )
 
 
 def found(orders=5):
@@ -93,6 +95,10 @@ def found(orders=5):
                 _program(seed, ("here",) * 2, (Fault(0, 0, Where.PACKING, 0),), count=2), shares="heads", counts=(2, 1)
             ),
         ]
+    # A rank that failed behind the last sum told two groups of the same ranks one after the other: who had heard in the
+    # first one alone went on there, while the rank that had failed connected again in the second.
+    late = {"nodes": ("",) * 8, "has_small_buckets": True, "counts_tokens": True}
+    programs += [_split(seed, (2, 2, 2), Fault(2, 1, Where.LATE, 0), chunks=2, **late) for seed in (5, 26, 39)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]
