@@ -3,10 +3,13 @@
 python -m tests.simulation.mutants --seeds 0:200
 """
 
+import __future__
+
 import argparse
+import ast
 import contextlib
-import functools
 import inspect
+import re
 import textwrap
 import time
 from dataclasses import dataclass
@@ -46,12 +49,19 @@ class Mutant:
 
     def planted(self):
         """A patch that plants it."""
-        function = getattr(self.owner, self.method)
-        source = textwrap.dedent(inspect.getsource(function))
-        assert self.old in source, f"{self.title}: {self.old!r} is not in {self.method}() any more"
-        code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
-        exec(compile(code, f"<{self.title}>", "exec"), inspect.unwrap(function).__globals__, made := {})
-        return mock.patch.object(self.owner, self.method, made[self.method])
+        assert self.old in _source(self.owner, self.method), f"{self.title}: not in {self.method}() any more"
+        return _patched(self.owner, self.method, _source(self.owner, self.method).replace(self.old, self.new))
+
+
+def _source(owner, method):
+    return textwrap.dedent(inspect.getsource(getattr(owner, method)))
+
+
+def _patched(owner, method, source):
+    """A patch that gives ``method`` another source, which may be parsed already."""
+    code = compile(source, f"<{method}>", "exec", __future__.annotations.compiler_flag)
+    exec(code, inspect.unwrap(getattr(owner, method)).__globals__, made := {})
+    return mock.patch.object(owner, method, made[method])
 
 
 SYNC, REDUCER, GROUPS = synchronizer.BucketSynchronizer, reducer.Reducer, groups.Groups
@@ -332,32 +342,43 @@ MUTANTS = [
 
 
 def reaching(mutants, programs):
-    """By title, the ``programs`` in whose histories what a mutant changes is called: it changes no others."""
-    found, called = {mutant.title: [] for mutant in mutants}, set()
-
-    def noting(mutant):
-        raw = inspect.getattr_static(mutant.owner, mutant.method)
-        function = getattr(raw, "__func__", raw)  # of a static method
-
-        @functools.wraps(function)
-        def note(*arguments, **options):
-            called.add(mutant.title)
-            return function(*arguments, **options)
-
-        return note if function is raw else type(raw)(note)
+    """By title, the ``programs`` whose histories come to a statement that a mutant changes: it changes no others."""
+    found, reached = {mutant.title: [] for mutant in mutants}, set()
+    trees = {}
+    for mutant in mutants:
+        source = _source(mutant.owner, mutant.method)
+        tree = trees.setdefault((mutant.owner, mutant.method), ast.parse(source))
+        for place in re.finditer(re.escape(mutant.old), source):
+            _note(tree, source[: place.start()].count("\n") + 1, f"_reached({mutant.title!r})")
 
     def one_by_one():
         for program in programs:
-            called.clear()
+            reached.clear()
             yield program
-            for title in called:
+            for title in reached:
                 found[title].append(program)
 
     with contextlib.ExitStack() as stack:
-        for mutant in mutants:
-            stack.enter_context(mock.patch.object(mutant.owner, mutant.method, noting(mutant)))
+        for (owner, method), tree in trees.items():
+            scope = inspect.unwrap(getattr(owner, method)).__globals__
+            stack.enter_context(mock.patch.dict(scope, _reached=reached.add))
+            stack.enter_context(_patched(owner, method, ast.fix_missing_locations(tree)))
         run(one_by_one(), stop_after=None)
     return found
+
+
+def _note(tree, line, call):
+    """Make the ``call`` before the statement that has this line."""
+    blocks = [getattr(node, name, ()) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody")]
+    found = [(block, one) for block in blocks if isinstance(block, list) for one in block if _has(one, line)]
+    block, one = found[-1]  # the innermost
+    if isinstance(one, ast.FunctionDef):
+        block, one = one.body, one.body[0]
+    block.insert(block.index(one), ast.parse(call).body[0])
+
+
+def _has(statement, line):
+    return statement.lineno <= line <= statement.end_lineno
 
 
 def find(mutant, programs):
