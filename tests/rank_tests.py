@@ -49,6 +49,11 @@ def _call(module, name, arguments):
     test = getattr(importlib.import_module(module), name)
     torch.manual_seed(dist.get_rank())
     test.__wrapped__(**arguments)
+    end_world()
+
+
+def end_world():
+    """End the process groups of this rank, with all others."""
     if dist.is_initialized():
         # Each wrapper makes process groups, which have threads and sockets; the next run gets a fresh world.
         dist.barrier()

@@ -17,9 +17,16 @@ from one_process import seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
-from rank_tests import on_four_ranks, on_two_ranks
+from rank_tests import end_world, on_four_ranks, on_two_ranks
 
 STEPS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fresh_worlds(two_ranks, four_ranks):
+    """DTensor keeps what it has found for a mesh, with the names of its groups, which are the same in fresh worlds."""
+    for ranks in (two_ranks, four_ranks):
+        ranks.run(end_world)
 
 
 class Block(nn.Module):

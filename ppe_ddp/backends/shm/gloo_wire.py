@@ -228,3 +228,4 @@ def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:
         is_exit.wait(max(0.0, until - monotonic()))
     for abort in aborts:
         abort()
+    ending.join(_AT_EXIT_SECONDS)  # where Python is at its end by then, C++ ends the process
