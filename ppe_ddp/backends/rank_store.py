@@ -381,8 +381,8 @@ def exchange(
     By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
     rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
     duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it. The
-    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait, unless all
-    have come and ``may_leave``: then a rank that is gone since is not missed.
+    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait. With ``may_leave`` a rank that
+    has come and is gone since is not missed.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.

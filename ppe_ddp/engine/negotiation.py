@@ -282,16 +282,17 @@ class Negotiation:
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
-        # What is told of each rank lies between zeros for the others: the maxima are what all have said.
-        before, after = self._before, self._after
-        fields |= {"statuses": before + bytes([status]) + after, "writers": writers}
+        fields["writers"] = writers
+        own = {"statuses": bytes([status])}
         if is_vote:
-            fields["users"] = len(users) * before + users + len(users) * after
-            fields["times"] = len(times) * before + times + len(times) * after
+            own |= {"users": users, "times": times}
             fields["parameters"] = parameters
         else:
-            fields["weights"] = len(weights) * before + weights + len(weights) * after
+            own["weights"] = weights
             fields |= {"learned": self._digest_of_learned(), "apart": apart}
+        # What is told of each rank lies between zeros for the others: the maxima are what all have said.
+        for name, field in own.items():
+            fields[name] = len(field) * self._before + field + len(field) * self._after
         return MaskExchange(self._exchanger, digest, fields)
 
     def _restart(self) -> None:

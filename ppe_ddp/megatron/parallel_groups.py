@@ -299,12 +299,11 @@ class ModelParallel:
         for kept in self._kept.values():
             kept.is_finalized |= phase == FINALIZE
         is_next = phase == FINALIZE or not any(kept.is_finalized for kept in self._kept.values())
-        connected = [groups for groups in self._distinct if not groups.is_closed]
         if is_next:
-            self._begin_step(connected)
+            self._begin_step([groups for groups in self._distinct if not groups.is_closed])
         for kept in set(self._kept.values()):
             kept.clippings = 0 if is_next else kept.clippings + 1
-        self._note(connected, Activity.MASK if is_next else Activity.GATHER)
+        self._note(Activity.MASK if is_next else Activity.GATHER)
         try:
             yield
         except BaseException as error:
@@ -314,15 +313,12 @@ class ModelParallel:
             raise instead from error
         finally:
             self._waits_in = self._agreed = None
-            opened = [groups for groups in self._distinct if not groups.is_closed]
-            self._note(
-                opened, Activity.DONE if is_next else Activity.GATHERED
-            )  # who fails next lets the others complete this
+            # Who fails next lets the others complete this.
+            self._note(Activity.DONE if is_next else Activity.GATHERED)
 
-    def _note(self, those: Sequence[Groups], activity: Activity) -> None:
+    def _note(self, activity: Activity) -> None:
         for kept in self._kept.values():
-            if kept.groups in those:
-                assert kept.groups is not None
+            if kept.groups is not None and not kept.groups.is_closed:
                 kept.groups.note(activity, kept.clippings)
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
