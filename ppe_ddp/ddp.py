@@ -440,14 +440,22 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             return {}
-        state = {} if compressor is None else self._hooks.comm_state.state_dict(compressor, reducer.groups)
-        return {**state, "buckets": reducer.synchronizer.negotiation.order_state()}
+        state: dict[str, Any] = {"buckets": reducer.synchronizer.negotiation.order_state()}
+        if compressor is not None:
+            state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups), "apart": self._is_apart}
+        return state
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together."""
+        """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together.
+
+        What was kept while ranks trained apart is dropped where they do not now, and the reverse: see
+        :meth:`train_apart`.
+        """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        if "compressor" in state and state.get("apart", False) != self._is_apart:
+            state = {**state, "parameters": {}}
         if compressor is not None:
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
             reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)

@@ -322,6 +322,19 @@ def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
     assert same_on_all_ranks(wrapper)
 
 
+@on_two_ranks
+def test_after_an_outer_step_that_a_check_drops_each_rank_has_its_own_to_save():
+    wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2), check_for_nan_in_grad="skip")
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    outer = LocalSGD(wrapper, optimizer, every=2)
+    for factor in (1.0, float("inf") if dist.get_rank() else 1.0):
+        optimizer.zero_grad()
+        (factor * wrapper(data(4, 4, rank=dist.get_rank())).sum()).backward()
+        optimizer.step()
+    assert not same_on_all_ranks(wrapper)
+    assert outer.is_between
+
+
 @pytest.mark.parametrize("kind", ["adam", "fused"])
 @on_two_ranks
 def test_a_scaler_divides_by_its_scale_once_after_an_outer_step_that_failed(kind):
@@ -463,7 +476,12 @@ def test_what_was_not_sent_of_gradients_is_not_added_to_parameters_nor_the_rever
     optimizer.param_groups[0]["lr"] = 1.0
     steps(4)
     outer.synchronize()
+    saved = wrapper.comm_state_dict()
+    assert all(bool(own["residual"].any()) for own in saved["parameters"].values())
     outer.stop()
     optimizer.param_groups[0]["lr"] = 0.0
-    steps(1, factor=1e-8)
-    assert all(parameter.grad.abs().max() < 1e-6 for parameter in module.parameters())
+    for state in ({}, saved):  # also where what was kept is loaded
+        if state:
+            wrapper.load_comm_state_dict(state)
+        steps(1, factor=1e-8)
+        assert all(parameter.grad.abs().max() < 1e-6 for parameter in module.parameters())

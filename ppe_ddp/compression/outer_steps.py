@@ -167,7 +167,8 @@ class OuterSteps:
                 raise
             self._ddp.finish_grad_sync()
             self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            self._synchronized_at = self._steps
+            if self._averages:  # none where nobody has changed anything, or where a check has dropped the outer step
+                self._synchronized_at = self._steps
         finally:
             for parameter in parameters.values():
                 parameter.grad = None
