@@ -22,6 +22,7 @@ from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     ParallelGroups,
+    finalize,
     finalize_model_grads,
 )
 from ppe_ddp.optim import clip_grad_norm_
@@ -445,6 +446,55 @@ def test_a_step_that_a_tensor_parallel_rank_drops_is_dropped_by_compressors_of_c
 
 def _raise(*_):
     raise Boom
+
+
+class Counting(nn.Module):
+    """A layer that each of two pipeline stages has a copy of, and a router that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(40))
+        self.weight.pipeline_parallel = True
+        self.register_buffer("expert_bias", torch.zeros(2))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(2))
+
+    def forward(self, x):
+        self.local_tokens_per_expert += torch.tensor([1.0, 2.0])
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("when", ["before", "behind"])
+@on_four_ranks
+def test_who_fails_at_a_sum_of_finalizing_lets_no_rank_take_the_step(when, counts):
+    """Nor those that sum nothing together with it: they would gather in vain, or have other copies and other biases."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    module = Counting()
+    its_config = SimpleNamespace(moe_router_enable_expert_bias=counts, moe_router_bias_update_rate=0.5)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(its_config, config, module, groups=groups)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    plain = finalize._sum
+
+    def failing(*arguments):
+        if fails and when == "before":
+            raise Boom
+        plain(*arguments)
+        if fails:
+            raise Boom
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(finalize, "_sum", failing)
+        for step in range(4):
+            fails = step == 1 and dist.get_rank() == 3
+            model.zero_grad_buffer()
+            model(2.0 + dist.get_rank()).backward()
+            with pytest.raises((Boom, PeerAbortedError)) if step == 1 else contextlib.nullcontext():
+                finalize_model_grads([model])
+                optimizer.step()
+    mean = (2.0 + 3.0 + 4.0 + 5.0) / 2  # over two ranks, and added up over two stages
+    torch.testing.assert_close(module.weight.detach(), torch.full((40,), -3 * 0.1 * mean))
+    assert module.expert_bias.tolist() == [1.5 * counts, -1.5 * counts]
 
 
 @pytest.mark.parametrize("who", [2, 0], ids=["the rank that has failed", "another one"])

@@ -116,14 +116,18 @@ def finalize_model_grads(
             "embedding": _of_ends(chunks, config, word_embedding, parallel),
             "position_embedding": _of_ends(chunks, config, position_embedding, parallel),
         }
-        parallel.agree({name: [one.described() for one in shared] for name, shared in plan.items()})
+        sums = num_tokens is not None or getattr(config, "moe_router_enable_expert_bias", False)
+        parallel.agree({name: [one.described() for one in shared] for name, shared in plan.items()}, sums=sums)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:
                 _sum(shared, parallel, groups_of_name)
-        _update_routers(chunks, config, parallel)
-        if num_tokens is not None:
-            _divide(chunks, num_tokens, parallel)
+        updates = _router_updates(chunks, config, parallel)
+        total = 0.0 if num_tokens is None else _total(chunks, num_tokens, parallel)
+        parallel.confirm()
+        _update_routers(chunks, config, updates)
+        for chunk in chunks if total > 0 else ():
+            chunk.scale_gradients(1.0 / total)
 
 
 @contextmanager
@@ -260,28 +264,45 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
                     chunk.gradient_buffers.gradients.mark_averaged(parameter)
 
 
-def _update_routers(chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel) -> None:
-    """Update the bias of routers by the tokens that each expert has got, and zero what was counted."""
-    modules: list[Any] = [module for chunk in chunks for module in chunk.module.modules()]
+def _router_updates(
+    chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel
+) -> list[tuple[Any, Tensor]]:
+    """Routers, each with 1 where an expert has got fewer tokens on all ranks than the mean, and -1 where more."""
+    if not getattr(config, "moe_router_enable_expert_bias", False):
+        return []
+    updated = [r for r in _routers(chunks) if r.training and not getattr(r, "frozen_expert_bias", False)]
+    if not updated:
+        return []
+    counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
+    for groups in (_data(chunks, parallel), parallel.group("tensor")):
+        if groups is not None and groups.world_size > 1:
+            parallel.all_reduce(groups, counts)
+    sizes = [router.local_tokens_per_expert.numel() for router in updated]
+    return [
+        (router, torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias))
+        for router, tokens in zip(updated, counts.split(sizes), strict=True)
+    ]
+
+
+def _update_routers(
+    chunks: Sequence[DistributedDataParallel], config: object, updates: Sequence[tuple[Any, Tensor]]
+) -> None:
+    """Update the bias of routers, and zero what was counted."""
+    for router, below in updates:
+        router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
+    if getattr(config, "moe_router_enable_expert_bias", False):
+        for router in _routers(chunks):
+            router.local_tokens_per_expert.zero_()
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
+        modules: list[Any] = [module for chunk in chunks for module in chunk.module.modules()]
         for module in modules:
             if hasattr(module, "reset_global_aux_loss_tracker"):
                 module.reset_global_aux_loss_tracker()
-    if not getattr(config, "moe_router_enable_expert_bias", False):
-        return
-    routers = [module for module in modules if getattr(module, "expert_bias", None) is not None]
-    updated = [r for r in routers if r.training and not getattr(r, "frozen_expert_bias", False)]
-    if updated:
-        counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
-        for groups in (_data(chunks, parallel), parallel.group("tensor")):
-            if groups is not None and groups.world_size > 1:
-                parallel.all_reduce(groups, counts)
-        sizes = [router.local_tokens_per_expert.numel() for router in updated]
-        for router, tokens in zip(updated, counts.split(sizes), strict=True):
-            below = torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias)
-            router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
-    for router in routers:
-        router.local_tokens_per_expert.zero_()
+
+
+def _routers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
+    modules = (module for chunk in chunks for module in chunk.module.modules())
+    return [module for module in modules if getattr(module, "expert_bias", None) is not None]
 
 
 def _data(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Groups:
@@ -289,7 +310,8 @@ def _data(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) ->
     return parallel.group("data") or chunks[0].gradient_buffers.groups[0]
 
 
-def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> None:
+def _total(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> float:
+    """The tokens of all data-parallel ranks, as the last pipeline stage has counted them; also in ``num_tokens``."""
     pipeline, data = parallel.group("pipeline"), _data(chunks, parallel)
     if pipeline is not None:
         last, group = pipeline.world_size - 1, pipeline.buckets
@@ -298,7 +320,4 @@ def _divide(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, paral
         )
     if data.world_size > 1:
         parallel.all_reduce(data, num_tokens)
-    total = num_tokens.item()
-    if total > 0:
-        for chunk in chunks:
-            chunk.scale_gradients(1.0 / total)
+    return float(num_tokens.item())

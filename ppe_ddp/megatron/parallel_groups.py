@@ -282,6 +282,7 @@ class ModelParallel:
         self._phase = FINALIZE
         self._has_come = False  # to connect again, in this call
         self._agreed: DisagreementError | None = None  # what all ranks raise
+        self._sums = False  # whether any rank sums anything in this step
 
     @property
     def tells_all(self) -> bool:
@@ -336,28 +337,30 @@ class ModelParallel:
         start = partial(dist.all_reduce, tensor, op, group=groups.buckets, async_op=True)
         self.communicate(groups, start, tensor.device)
 
-    def agree(self, described: Mapping[str, Sequence[str]]) -> None:
+    def agree(self, described: Mapping[str, Sequence[str]], *, sums: bool) -> None:
         """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
 
         Connects again first, where a failure has closed the groups. The wrappers have done so by then, in whatever
-        order the ranks came to their own. ``described`` has what is sent in which group, a line each.
+        order the ranks came to their own. ``described`` has what is sent in which group, a line each; ``sums`` tells
+        whether anything else is.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
         """
         self.renew()
         failed = dist.get_rank() if any(kept.has_failed_update for kept in self._kept.values()) else -1
+        self._sums = sums or any(described.values())
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code, failed])
+            extremes = torch.tensor([code, -code, failed, self._sums])
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
                 raise _disagreement(groups, all_gather_json(lines, groups.control))
             groups.note(Activity.BUCKET)  # all have come
-            failed = int(extremes[2])
+            failed, self._sums = int(extremes[2]), bool(extremes[3])
         self.note_failed_update(has_failed=False)  # all are told
         if failed >= 0:
             self._agreed = DisagreementError(
@@ -366,6 +369,13 @@ class ModelParallel:
                 "copy these parameters, and go on"
             )
             raise self._agreed
+
+    def confirm(self) -> None:
+        """Wait until all ranks have come here, if any has summed anything: none takes a step that another drops."""
+        for groups in self._distinct if self._sums else ():
+            word = torch.zeros(1)
+            start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
+            self.communicate(groups, start, word.device)
 
     def note_failed_update(self, *, has_failed: bool) -> None:
         """Whether the next :meth:`agree`, of any chunk of the model, tells all ranks of an optimizer's step."""
