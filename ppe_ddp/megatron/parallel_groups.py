@@ -360,7 +360,8 @@ class ModelParallel:
                 self._waits_in = groups
                 raise _disagreement(groups, all_gather_json(lines, groups.control))
             groups.note(Activity.BUCKET)  # all have come
-            failed, self._sums = int(extremes[2]), bool(extremes[3])
+            failed = int(extremes[2])
+            self._sums = bool(extremes[3])
         self.note_failed_update(has_failed=False)  # all are told
         if failed >= 0:
             self._agreed = DisagreementError(
