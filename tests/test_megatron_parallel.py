@@ -357,9 +357,10 @@ def test_who_is_interrupted_when_all_have_come_is_told_of_at_the_next_sum():
         model.zero_grad_buffer()
         model(1.0).backward()
         if step == 1 and dist.get_rank() == 1:
-            with pytest.MonkeyPatch.context() as patches, pytest.raises(Boom):
+            with pytest.MonkeyPatch.context() as patches:
                 patches.setattr(finalize, "_update_routers", _raise)
-                finalize_model_grads([model], torch.ones(1))
+                with pytest.raises(Boom):
+                    finalize_model_grads([model], torch.ones(1))
         else:
             finalize_model_grads([model], torch.ones(1))
         if step != 1:
