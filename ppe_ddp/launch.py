@@ -213,9 +213,9 @@ def check_backend(backend: str) -> None:
         name = entry.rpartition(":")[2].strip().lower()
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"no backend {name!r} is registered with torch.distributed; {meant}There are {', '.join(known)}; one "
+                f"no backend {name!r} is registered with torch.distributed{meant} There are {', '.join(known)}; one "
                 "of your own is registered by torch.distributed.Backend.register_backend(), in every process"
             )
 

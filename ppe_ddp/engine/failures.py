@@ -566,7 +566,9 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
         had_fewer = any(one.condition == Condition.LEFT.value or _HAS_WAITED.search(one.condition) for one in lost)
-        when = f"If it had fewer batches: {_JOIN}. If it has failed" if had_fewer else "It does not come any more"
+        skipped = "If it has left out a backward: let it call model.finish_grad_sync() in its place"
+        fewer = f"If it had fewer batches: {_JOIN}. {skipped}. If it has failed"
+        when = fewer if had_fewer else "It does not come any more"
         advice = f"{when}: start the job anew, from a checkpoint if there is one"
     else:
         advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
