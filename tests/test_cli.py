@@ -102,7 +102,7 @@ def test_values_of_arguments():
 def test_a_table_fits_a_terminal_and_cuts_nothing_off(capsys):
     time = Spread(1234.5, 1198.7, 1301.2)
     rows = [("transformer-bf16, 2 ranks", time.text(1), time.text(2), "+1234.5", "1234.56"), (), ("a[mpi]",)]
-    headings = ["", "ms a step", "ratio", "over bare", "MB sent"]
+    headings = ["", "ms a step", "ratio", "ms over bare", "MB sent"]
     print_table(argparse.Namespace(json="-"), "Of [what]", "a caption of many words, " * 5, headings, iter(rows))
     text = capsys.readouterr().err
     assert max(map(len, text.splitlines())) <= 80
