@@ -238,7 +238,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name} skipped: {reason}", file=told(arguments))
         load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
         if load > cores + 1:
-            print(f"This machine is busy (load {load:.0f}, cores {cores}): do not rely on these times.", file=told(arguments))
+            text = f"This machine is busy (load {load:.0f}, cores {cores}): do not rely on these times."
+            print(text, file=told(arguments))
         used = {**settings, "platform": platform.facts(), "threads": 1}
         write_report(arguments, "bench step", settings=used, models=models)
         return 0
