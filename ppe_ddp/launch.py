@@ -6,6 +6,7 @@ Owns the choice of backend and device, and the stores at which ranks meet. The l
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import difflib
 import importlib.util
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +45,8 @@ __all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 logger = logging.getLogger("ppe_ddp")
 
 _NOT_OF_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+
+_EXIT_SECONDS = 3.0  # that a rank which has failed has to exit before those that have heard of it
 
 Timeout = datetime.timedelta | None
 
@@ -209,9 +213,9 @@ def check_backend(backend: str) -> None:
         name = entry.rpartition(":")[2].strip().lower()
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
+            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"no backend {name!r} is registered with torch.distributed; {meant}There are {', '.join(known)}; one "
+                f"no backend {name!r} is registered with torch.distributed{meant} There are {', '.join(known)}; one "
                 "of your own is registered by torch.distributed.Backend.register_backend(), in every process"
             )
 
@@ -237,7 +241,9 @@ def _shorten_reports(rank: int) -> None:
     Of a Ctrl-C, which all get, rank 0 prints the traceback and each other a line. Of an error that comes from another
     rank each prints where in the user's code it has come, and the message.
     """
-    report = sys.excepthook
+    report, heard = sys.excepthook, threading.Event()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        atexit.register(_exit_after_the_cause, heard)  # the first to be registered is the last to run
 
     def report_briefly(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         own = [frame for frame in traceback.extract_tb(where) if not frame.filename.startswith(_NOT_OF_USERS)]
@@ -252,8 +258,19 @@ def _shorten_reports(rank: int) -> None:
             print(f"rank {rank} has ended here:", file=sys.stderr)
             print("".join(traceback.format_list(own[-1:])), end="", file=sys.stderr)
             print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
+            if not isinstance(error, DisagreementError):  # which all ranks raise alike
+                heard.set()
 
     sys.excepthook = report_briefly
+
+
+def _exit_after_the_cause(heard: threading.Event) -> None:
+    """Let the rank that has failed exit before this one, which has only ``heard`` of it.
+
+    torchrun calls the first rank to exit the root cause, and ends the others, which ends this wait.
+    """
+    if heard.is_set():
+        time.sleep(_EXIT_SECONDS)
 
 
 def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -346,14 +347,49 @@ dist.destroy_process_group()
 """
 
 
-def test_a_real_torchrun(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+def by_torchrun(script, folder):
+    (folder / "script.py").write_text(script)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
     command = [*warm_python(), *launcher, *warm_python(), "script.py"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=150)
+
+
+def test_a_real_torchrun(tmp_path):
+    done = by_torchrun(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ppe_ddp: 2 ranks by torchrun, backend cpu:gloo, device cpu\n" in done.stderr
+
+
+FAILS_ON_RANK_1 = """
+import atexit, os, time
+import torch
+import ppe_ddp
+job = ppe_ddp.init_process_group(timeout=60)
+
+def exit_slowly():  # a second after the other rank has its error
+    end = time.monotonic() + 20
+    while not os.path.exists("heard") and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(1)
+
+model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(2, 1))
+if job.rank == 1:
+    atexit.register(exit_slowly)
+    model.module.weight.register_hook(lambda gradient: 1 / 0)
+try:
+    model(torch.ones(1, 2)).sum().backward()
+except ppe_ddp.PeerAbortedError:
+    open("heard", "w").close()
+    raise
+"""
+
+
+def test_torchrun_blames_the_rank_that_has_failed(tmp_path):
+    done = by_torchrun(FAILS_ON_RANK_1, tmp_path)
+    assert (tmp_path / "heard").exists(), done.stderr
+    assert re.search(r"Root Cause.*?rank +: 1 .*?exitcode +: 1 ", done.stderr, re.DOTALL), done.stderr
+    assert re.search(r"rank +: 0 .*?exitcode +: -15 ", done.stderr, re.DOTALL), done.stderr
 
 
 # --- stores: ranks of one machine meet where no other machine can come in, and restarted ones find no predecessors

@@ -210,8 +210,16 @@ def test_ranks_that_wait_long_say_for_whom(shared_memory):
     hold_told_wait(shared_memory=shared_memory)
 
 
-def test_where_a_rank_has_ended_well_the_others_are_told_to_join():
-    lost = LostRank(1, "has left: its program has ended", is_gone=True)
+@pytest.mark.parametrize(
+    "error",
+    [
+        "",
+        " by an error that nobody has caught, RuntimeError: [x.cc:78] Timed out waiting 25000ms for recv",
+        " by an error that nobody has caught, CommunicationError: barrier has waited for the group's timeout of 25 s",
+    ],
+)
+def test_where_a_rank_has_ended_well_or_waited_in_vain_the_others_are_told_to_join(error):
+    lost = LostRank(1, f"has left: its program has ended{error}", is_gone=True)
     assert "If it had fewer batches: for uneven numbers of batches train in `with model.join():`" in str(
         lost_error(0, [lost], "")
     )

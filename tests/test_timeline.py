@@ -73,7 +73,7 @@ def test_what_is_hidden_is_what_is_under_way_while_nothing_waits():
     spans = [("backward", 0, 60), ("bucket", 20, 100), ("wait", 60, 110), ("vote", 100, 110)]
     summary = summarize([record_of(*spans, backwards=[(0, 110)])])
     assert summary.hidden == 40 / 80
-    assert (summary.under_way_ms, summary.exposed_ms) == pytest.approx((80e-6, 50e-6))
+    assert (summary.under_way_ms, summary.waiting_ms) == pytest.approx((80e-6, 50e-6))
     assert summarize([record_of(("backward", 0, 60), backwards=[(0, 60)])]).hidden is None
 
 

@@ -1,6 +1,9 @@
 """transformers' Trainer with this library's wrapper: as one process, and its checkpoints load without it."""
 
+import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,6 +13,7 @@ import torch.distributed as dist
 from ppe_ddp import DistributedDataParallel
 from rank_tests import on_two_ranks
 from routed import assert_trained, items_of, made, sgd, started_by_torchrun, trained_alone
+from subprocesses import MPIRUN, needs_mpirun, run
 
 # Not imported here: that takes seconds, and every worker collects every file.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers: the extra [dev]")
@@ -67,11 +71,11 @@ def switch_transformers():
 
 def trained(folder, count, *, model=None, data=None, collator=None, resume=None, counts_items=False, **options):
     from accelerate.state import AcceleratorState, GradientState, PartialState
-    from transformers import PretrainedConfig, TrainingArguments
+    from transformers import PretrainedConfig
 
-    from ppe_ddp.integrations.transformers import Trainer
+    from ppe_ddp.integrations.transformers import Trainer, TrainingArguments
 
-    with started_by_torchrun():
+    with started_by_torchrun() if dist.is_initialized() else nullcontext():
         try:
             model = model or model_class(counts_items=counts_items)(PretrainedConfig())
             labels = [[1] * items_of(k) + [-100] * (4 - items_of(k)) for k in range(12)]
@@ -188,3 +192,20 @@ def test_saved_resumed_and_loaded_without_a_wrapper(tmp_path):
     dist.barrier()  # rank 0 alone has written
     loaded = model_class().from_pretrained(tmp_path / "end")
     assert_trained(loaded.net, trained_alone(6))
+
+
+def train_under_mpirun(folder):
+    """The body of a rank that mpirun has started."""
+    trainer = trained(Path(folder), 2)
+    assert_trained(trainer.model.net, trained_alone(2))
+    print(dist.get_backend())
+
+
+@pytest.mark.long
+@needs_mpirun
+def test_under_mpirun_the_group_is_over_mpi4py(tmp_path):
+    program = f"import test_transformers; test_transformers.train_under_mpirun({str(tmp_path)!r})"
+    folder = Path(__file__).parent
+    command = [MPIRUN, "-n", 2, sys.executable, "-c", program]
+    code, output, errors = run(command, timeout=90, environment={"PYTHONPATH": f"{folder.parent}:{folder}"})
+    assert (code, output.count("mpi4py")) == (0, 2), errors

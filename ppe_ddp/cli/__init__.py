@@ -7,12 +7,17 @@ It is imported only when it is called, so that help and errors are quick.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import inspect
+import io
+import os
 import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+from ppe_ddp.launchers import detect
 
 __all__ = ["COMMANDS", "Command", "main"]
 
@@ -52,7 +57,29 @@ def main(
     for command in commands:
         own = command.words.split()
         if words[: len(own)] == own:
-            return _call(command, program, words[len(own) :])
+            with _on_rank_0():
+                target, arguments = _parse(command, program, words[len(own) :])
+            code: int = target.run(arguments)
+            return code
+    with _on_rank_0():
+        return _list(words, program, commands)
+
+
+@contextlib.contextmanager
+def _on_rank_0() -> Generator[None]:
+    """Discards what other ranks of a job print: the command line is the same on all of them."""
+    is_first = True
+    with contextlib.suppress(ValueError, RuntimeError):
+        is_first = detect(os.environ).rank == 0
+    if is_first:
+        yield
+    else:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+
+
+def _list(words: Sequence[str], program: str, commands: Sequence[Command]) -> int:
+    """Prints all commands; the exit code."""
     width = max(len(command.words) for command in commands)
     lines = [f"  {command.words:<{width}}  {command.summary}" for command in commands]
     listing = "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", "--help after a COMMAND tells more of it."])
@@ -68,7 +95,8 @@ def main(
     return 2
 
 
-def _call(command: Command, program: str, words: Sequence[str]) -> int:
+def _parse(command: Command, program: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
+    """What has the command's ``run``, and what to call it with."""
     name, _, inner = command.target.partition(":")
     module = importlib.import_module(name)
     target = getattr(module, inner) if inner else module
@@ -78,5 +106,4 @@ def _call(command: Command, program: str, words: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     target.add_arguments(parser)
-    code: int = target.run(parser.parse_args(words))
-    return code
+    return target, parser.parse_args(words)

@@ -3,7 +3,8 @@
 ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
 the same data, in turn, within one run over one backend, one thread a rank.
 Look at the ratios: times on a shared machine mean little by themselves.
-"over bare" is how many milliseconds longer than the bare module's a step takes.
+"ms over bare" is how many milliseconds longer a step takes than the bare
+module's.
 --json has all numbers, bytes of masks among them. With --adamw each contestant
 steps AdamW as well; DistributedOptimizer, with and without overlap, and torch's
 ZeroRedundancyOptimizer ("zero") take part, and "state" is what the optimizer of
@@ -231,13 +232,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     def publish(models: list[dict[str, Any]], _ranks: int) -> int:
         title = "One training step: medians (middle half)"
-        headings = ["", "ms a step", "ratio", "over bare", "state MB" if arguments.adamw else "MB sent"]
+        headings = ["", "ms a step", "ratio", "ms over bare", "state MB" if arguments.adamw else "MB sent"]
         print_table(arguments, title, str(platform), headings, _rows(models))
         for name, reason in models[0]["skipped"].items():
             print(f"{name} skipped: {reason}", file=told(arguments))
         load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
         if load > cores + 1:
-            print(f"This machine is busy (load {load:.0f}, cores {cores}): look at no figure.", file=told(arguments))
+            text = f"This machine is busy (load {load:.0f}, cores {cores}): do not rely on these times."
+            print(text, file=told(arguments))
         used = {**settings, "platform": platform.facts(), "threads": 1}
         write_report(arguments, "bench step", settings=used, models=models)
         return 0

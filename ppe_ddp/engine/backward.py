@@ -191,7 +191,7 @@ class EndOfBackward:
             self._then(self.backward)
 
 
-RAISED = "its backward has raised an error; look at that rank's traceback"
+RAISED = "its backward has raised an error"
 
 
 class Synchronizer(ABC):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
@@ -64,6 +65,7 @@ _ADVICE = {
     CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
 }
+_HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
 LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
 _GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
 _LONGEST_REASON = 2000  # characters
@@ -563,8 +565,10 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
     """
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
-        has_left = any(one.condition == Condition.LEFT.value for one in lost)
-        when = f"If it had fewer batches: {_JOIN}. If it has failed" if has_left else "It does not come any more"
+        had_fewer = any(one.condition == Condition.LEFT.value or _HAS_WAITED.search(one.condition) for one in lost)
+        skipped = "If it has left out a backward: let it call model.finish_grad_sync() in its place"
+        fewer = f"If it had fewer batches: {_JOIN}. {skipped}. If it has failed"
+        when = fewer if had_fewer else "It does not come any more"
         advice = f"{when}: start the job anew, from a checkpoint if there is one"
     else:
         advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"

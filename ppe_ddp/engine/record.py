@@ -102,7 +102,7 @@ class Trace:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
-    def exposed_ns(self) -> int:
+    def after_backward_ns(self) -> int:
         """The time that communication took after backward was over."""
         return self.total_ns - self.backward_ns
 

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator"]
 
 
+def join_launcher() -> None:
+    """Call :func:`ppe_ddp.init_process_group` under mpirun and Slurm, if nobody has.
+
+    Accelerate would look for MASTER_ADDR, which these do not set.
+    """
+    if not ("MASTER_ADDR" in os.environ or dist.is_initialized()) and detect(os.environ).launcher != "alone":
+        init_process_group()
+
+
 class Accelerator(accelerate.Accelerator):
     """Accelerate's, with this library's wrapper on several CPUs or GPUs; FSDP, DeepSpeed and others are as they were.
 
@@ -46,8 +55,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
-        if not ("MASTER_ADDR" in os.environ or dist.is_initialized()) and detect(os.environ).launcher != "alone":
-            init_process_group()  # Accelerate would look for MASTER_ADDR, which they do not set
+        join_launcher()
         super().__init__(*args, **kwargs)
 
     def prepare_model(

@@ -1,9 +1,10 @@
 """transformers: a ``Trainer`` whose models are wrapped in this library's class.
 
-    from ppe_ddp.integrations.transformers import Trainer
+    from ppe_ddp.integrations.transformers import Trainer, TrainingArguments
 
-in the place of ``from transformers import Trainer``; for a ``Trainer`` of another kind,
-``class Mine(TrainerMixin, Seq2SeqTrainer): ...``.
+in the place of ``from transformers import Trainer, TrainingArguments``; for those of another kind,
+``class Mine(TrainerMixin, Seq2SeqTrainer): ...``, and a call of :func:`ppe_ddp.init_process_group` before arguments are
+made of a class of transformers' own.
 
 Where a loss is divided by the number of items in the batches of all ranks (``average_tokens_across_devices``), that
 number is not gathered before the forwards: it travels with the gradients, by :func:`ppe_ddp.weigh`. A ``compute_loss``
@@ -18,9 +19,9 @@ import torch
 import transformers
 
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.integrations.accelerate import Accelerator
+from ppe_ddp.integrations.accelerate import Accelerator, join_launcher
 
-__all__ = ["Trainer", "TrainerMixin"]
+__all__ = ["Trainer", "TrainerMixin", "TrainingArguments"]
 
 
 class TrainerMixin:
@@ -74,3 +75,12 @@ class TrainerMixin:
 
 class Trainer(TrainerMixin, transformers.Trainer):
     """``transformers.Trainer`` with this library's wrapper."""
+
+
+class TrainingArguments(transformers.TrainingArguments):
+    """``transformers.TrainingArguments``, which find the ranks also under mpirun and Slurm."""
+
+    def __post_init__(self) -> None:
+        join_launcher()
+        super().__post_init__()
+        self.__class__ = transformers.TrainingArguments  # checkpoints keep it, and load without this library

@@ -210,7 +210,7 @@ class _Drawing:
         left_out = len(self._records) - _MOST_RANKS
         more = f"; {left_out} more ranks are not drawn" if left_out > 0 else ""
         return (
-            f"{head}mean step {summary.step_ms:.1f} ms, {summary.exposed_ms:.1f} only waiting; "
+            f"{head}mean step {summary.step_ms:.1f} ms, {summary.waiting_ms:.1f} only waiting; "
             f"{summary.hidden:.0%} of the communication is hidden{more}"
         )
 

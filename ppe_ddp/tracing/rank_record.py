@@ -334,7 +334,7 @@ class TimelineSummary:
     step_ms: float
     under_way_ms: float  # the time in a step in which gradients or parameters were on their way
     # The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
-    exposed_ms: float
+    waiting_ms: float
     hidden: float | None  # the part of the time under way in which the rank computed; None where nothing was sent
     clock_error_ms: float  # by how much the times of a rank may be wrong beside those of rank 0, at most
     own_ms: dict[int, float]  # the time in a step in which each rank did not wait, by rank
@@ -353,7 +353,7 @@ class TimelineSummary:
         else:
             lines.append(f"{self.hidden:.0%} of the communication is hidden behind computation:")
             lines.append(f"messages are under way for {self.under_way_ms:.2f} ms of a step,")
-            lines.append(f"and a rank does nothing but wait for {self.exposed_ms:.2f} ms")
+            lines.append(f"and a rank does nothing but wait for {self.waiting_ms:.2f} ms")
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1:
@@ -382,7 +382,7 @@ def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
         backwards=max((len(one.backwards) for one in records), default=0),
         step_ms=total.duration * scale,
         under_way_ms=total.under_way * scale,
-        exposed_ms=total.waiting * scale,
+        waiting_ms=total.waiting * scale,
         hidden=total.hidden / total.under_way if total.under_way else None,
         clock_error_ms=max((one.clock.error_ns for one in records), default=0) / 1e6,
         own_ms={one.clock.rank: _own_ms(one) for one in records if len(one.backwards) > 1},
