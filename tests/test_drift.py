@@ -33,8 +33,10 @@ class Steps:
 def fields_of(module, steps=None):
     groups = Steps()
     check = DriftCheck(groups, ModuleState(module), raises=False)
-    for groups.step in range(steps or check._parts + 1):
+    for number in range(1, 1 + (steps or check._parts + 1)):
+        groups.step = number * check._every
         yield check.field(takes_part=True)
+        check.look()
 
 
 def differs(field):

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import attrgetter, is_not
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -32,7 +32,7 @@ from ppe_ddp.contracts import Division, GradBucket, probe
 from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
 from ppe_ddp.engine.record import EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
-from ppe_ddp.torch_internals import is_future
+from ppe_ddp.torch_internals import EXISTS, is_future
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.reduction import Reduction
 
 
-_EXISTS, _SHAPE = partial(is_not, None), attrgetter("shape")
+_SHAPE = attrgetter("shape")
 _PLANS = 32  # whose buckets are kept
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
@@ -262,7 +262,7 @@ class PackedBucket(DenseBucket):
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
         gradients, factor = self.gradients, self.factor * self.weight
-        if self._views and any(map(REQUIRES_GRAD, filter(_EXISTS, gradients))):
+        if self._views and any(map(REQUIRES_GRAD, filter(EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_fused:
@@ -303,7 +303,7 @@ def concatenate(
     A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
     would move those behind it, without an error.
     """
-    present: list[Tensor] = list(filter(_EXISTS, gradients))  # type: ignore[arg-type]
+    present: list[Tensor] = list(filter(EXISTS, gradients))
     if list(map(_SHAPE, present)) != shapes:
         return False
     start = 0

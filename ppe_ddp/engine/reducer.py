@@ -214,7 +214,8 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
-                self.synchronizer.weights.note(index, is_synchronized=False)
+                if Weights.were_used:
+                    self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
                 return
             backward = self._backward
@@ -294,7 +295,7 @@ class Reducer(Generic[C]):
                 )
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
-            if accumulates:
+            if accumulates and Weights.were_used:
                 self.synchronizer.weights.note(arrived, is_synchronized=True)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))

@@ -33,11 +33,18 @@ from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.reduction import BLOCKING
-from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
+from ppe_ddp.engine.replicas import (
+    NOT_DUE,
+    BufferWrites,
+    DriftCheck,
+    broadcasting,
+    broadcasting_buffers,
+    sources_of,
+)
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
-from ppe_ddp.weighing import Weights, WhereUsed
+from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Sequence
@@ -211,7 +218,9 @@ class BucketSynchronizer(Synchronizer):
         if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
         has_gradients = any(local) and not (backward.is_manual and weights.are_zeros())
-        said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
+        said = SAID[has_gradients]
+        if weights.is_weighed or backward.is_manual:
+            said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
         with span("negotiate") if self.ranges else nullcontext():
             if self._policy.broadcast_buffers is not None:
                 backward.buffers = self._module_state.buffers()
@@ -251,7 +260,8 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         backward.agreement = answer
-        backward.weight = self.weights.factor(answer.weights)
+        if answer.weights.strip(UNWEIGHTED_BYTES):
+            backward.weight = self.weights.factor(answer.weights)
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
@@ -330,8 +340,9 @@ class BucketSynchronizer(Synchronizer):
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
         self.times.note(outcome.times)
-        if self.drift is not None and self.drift.differs(outcome.parameters):
-            yield from self.drift.find_ranks(outcome.parameters)
+        drift, agreed = self.drift, outcome.parameters
+        if drift is not None and agreed != vote.fields["parameters"] and drift.differs(agreed):
+            yield from drift.find_ranks(agreed)
         return outcome
 
     def _complete_alone(self, backward: Backward) -> None:
@@ -435,7 +446,9 @@ class BucketSynchronizer(Synchronizer):
         is_writer = backward.is_writer
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
-        users, has_parameters = b"", not backward.has_run_out
+        users, drift, said = b"", self.drift, b"" if self.drift is None else NOT_DUE
+        if drift is not None and drift.is_due(self._groups.step):
+            said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.
@@ -446,8 +459,10 @@ class BucketSynchronizer(Synchronizer):
             writers=writers,
             users=users,
             times=self.times.field(backward.recorder.backward_at),
-            parameters=b"" if self.drift is None else self.drift.field(takes_part=has_parameters),
+            parameters=said,
         )
+        if said is not NOT_DUE and drift is not None:
+            drift.look()
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
