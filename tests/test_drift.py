@@ -34,7 +34,7 @@ def fields_of(module, steps=None):
     groups = Steps()
     check = DriftCheck(groups, ModuleState(module), raises=False)
     for number in range(1, 1 + (steps or check._parts + 1)):
-        groups.step = number * check._every
+        groups.step = number * check.every
         yield check.field(takes_part=True)
         check.look()
 

@@ -432,7 +432,8 @@ class Completion:
                 if not to_end:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
-                run(self._steps)
+                # Not by a variable: the traceback of an error would keep it, a probe its Work, and that the connection.
+                deque(self._steps, maxlen=0)
             self.is_done = True
         except StopIteration:
             self.is_done = True

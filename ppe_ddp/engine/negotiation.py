@@ -96,7 +96,7 @@ class BucketSizeMeasurement:
 
     def after_step(self, recorder: Recorder) -> Steps:
         """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
-        nbytes = sum(sum(one.nbytes) for one in recorder.rounds)
+        nbytes = sum(bucket.nbytes for one in recorder.rounds for bucket in one.buckets)
         self._backwards.append((recorder.backward_at - recorder.begin, nbytes))
         self.count += 1
         if self.count != MEASURED_STEPS:
@@ -269,7 +269,7 @@ class Negotiation:
         if self._generation != groups.generation:
             self._restart()
         if not is_vote:
-            groups.begin_step()
+            groups.step += 1
         groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:

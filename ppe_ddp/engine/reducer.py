@@ -22,7 +22,7 @@ import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
 from ppe_ddp.engine.completion import Completion, SharedParameters, finish, finish_and_conclude
-from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.errors import (
@@ -90,7 +90,7 @@ class Reducer(Generic[C]):
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
         self._parameters: Sequence[nn.Parameter] = ()
-        self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
+        self._arrivals = GradHooks((), Reducer._on_grad_accumulated, weakref.ref(self))
         self._all[id(self)] = self
 
     # ------------------------------------------------------------------ what there is to synchronize
@@ -101,7 +101,7 @@ class Reducer(Generic[C]):
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self.shared.share(module_state, owners_of(self._parameters))
-        self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
+        self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
         self.shared.take_turns()
@@ -184,7 +184,8 @@ class Reducer(Generic[C]):
     def _begin_once(self) -> bool:
         """Begin the backward that runs on this thread; whether it had not begun."""
         with self._lock:
-            self._forget_failed()
+            if self._started is not None:
+                self._forget_failed()
             if self._backward is not None and self._running() is not None:
                 return False
             self._begin()
@@ -210,7 +211,8 @@ class Reducer(Generic[C]):
         """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
         if (self := owner()) is None:
             return
-        self._arrivals.note_stream(index)
+        if (streams := self._arrivals.streams) is not None:
+            streams.note_stream(index)
         with self._lock:
             if not self.enabled:
                 self._running()
@@ -307,16 +309,17 @@ class Reducer(Generic[C]):
             at_end_of_backward(callback)
         if not accumulates:
             return None
-        self._forget_failed()
-        self.groups.check()
-        self._arrivals.check(self.groups.rank)
+        if self._started is not None:
+            self._forget_failed()
+        self.groups.check_process()
+        if self._arrivals.streams is not None:
+            self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
-        self.synchronizer.finish_gathers()
-        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
+        is_put_off = self.synchronizer.must_renew() or self._sync_hooks or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             try:
@@ -412,8 +415,7 @@ class Reducer(Generic[C]):
             self._count_arrived(backward)
 
     def _start_negotiation(self, backward: Backward) -> Steps:
-        self.synchronizer.finish_gathers()
-        if self.synchronizer.is_closed:
+        if self.synchronizer.must_renew():
             yield from self.synchronizer.renewing()
         self.synchronizer.start_negotiation(backward)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
+    from ppe_ddp.engine.bucket import DenseBucket
     from ppe_ddp.engine.groups import Groups
 
 logger = logging.getLogger("ppe_ddp")
@@ -43,8 +44,7 @@ class Reduction(ABC):
         may_resize: Whether the flat buffer may be made larger meanwhile.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
         is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
-        is_plain_average: Whether anything else that averages may take the place of what is called, and nothing of it
-            is checked.
+        is_plain_average: Whether nothing is called: buckets go by :meth:`start_average` and :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
         may_launch: Tells whether the next bucket can be launched without waiting for those ahead of it; None where it
             always can.
@@ -84,13 +84,18 @@ class Reduction(ABC):
         """Finds out which gradients exist on one node only; None where that makes no difference."""
         return None
 
-    def start(self, bucket: GradBucket, node: int | None = None) -> Waitable | None:
-        """Start the reduction of ``bucket``; None if it is done.
+    def start_average(self, bucket: DenseBucket, flat: Tensor) -> Waitable | None:
+        """Start to sum up the gradients of ``bucket``, which ``flat`` holds, divided already; None if it is done."""
+        raise AssertionError("is no plain average")
 
-        ``node`` is the only one on which its gradients exist, where :meth:`node_masks` has found that out.
-        """
+    def finish_average(self, bucket: DenseBucket, pending: Waitable) -> None:
+        """Wait for what :meth:`start_average` has begun."""
+        raise AssertionError("is no plain average")
+
+    def start(self, bucket: GradBucket) -> Waitable | None:
+        """Start the reduction of ``bucket`` by the function or hook; None if it is done."""
         try:
-            return self._call(bucket) if node is None else self._call_of_node(bucket, node)
+            return self._call(bucket)
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -110,10 +115,13 @@ class Reduction(ABC):
         except RuntimeError as error:
             if isinstance(error, PeerAbortedError) or not self.is_all_reduce:
                 raise
-            raise CommunicationError(
-                f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
-                "here: look for the first traceback of all ranks."
-            ) from error
+            raise self._failed(self.describe(bucket), error) from error
+
+    def _failed(self, where: str, error: RuntimeError) -> CommunicationError:
+        return CommunicationError(
+            f"{where}: the all-reduce failed: {error}. An error or a crash on another rank ends here: look for the "
+            "first traceback of all ranks."
+        )
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending`` and see that the result is in the buffer of ``bucket``, an alias of ``memory``.
@@ -137,9 +145,6 @@ class Reduction(ABC):
     @abstractmethod
     def _call(self, bucket: GradBucket) -> Waitable | None: ...
 
-    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable | None:
-        raise AssertionError("has not asked for nodes")
-
     def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # most are in place by then
         """Put ``value``, which was waited for, into ``bucket``."""
 
@@ -162,9 +167,11 @@ class Reduction(ABC):
 
     def describe(self, bucket: GradBucket) -> str:
         """Rank, bucket and parameters, for messages."""
-        names = bucket.names()
+        return self._described(bucket.names(), bucket.index())
+
+    def _described(self, names: Sequence[str], index: int) -> str:
         some = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        return f"rank {self._groups.rank}, bucket {bucket.index()} with {some}"
+        return f"rank {self._groups.rank}, bucket {index} with {some}"
 
 
 class FunctionReduction(Reduction):
@@ -181,8 +188,8 @@ class FunctionReduction(Reduction):
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; a backend that can averages for the default one."""
-        if self.is_plain_average and device.type in self._averaging:
-            return Division.BY_BACKEND
+        if self.is_plain_average:
+            return Division.BY_BACKEND if device.type in self._averaging else Division.DONE
         return Division.DONE if self._takes_divided else Division.BY_FUNCTION
 
     def node_masks(self) -> NodeMasks | None:
@@ -194,17 +201,33 @@ class FunctionReduction(Reduction):
         """The function's name."""
         return f"reduce_function {name_of(self._function)}"
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending``; the result of a plain average is in place, and is not checked."""
-        if not self.is_plain_average:
-            return super().finish(bucket, pending, memory)
-        if pending is not None:
-            self._await(bucket, pending)
-        return None
+    def start_average(self, bucket: DenseBucket, flat: Tensor) -> Waitable | None:
+        """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
+        group, node = self._groups.buckets, bucket.plan.node
+        if self._groups.world_size == 1:
+            return None
+        try:
+            if node is not None:
+                backend: Any = backend_for(group, flat.device)
+                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
+            op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
+            return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
+        except Exception as error:
+            annotate(error, f"in {self.title} on {self._described(bucket.names, bucket.plan.index)}")
+            raise
+
+    def finish_average(self, bucket: DenseBucket, pending: Waitable) -> None:
+        """Wait for the all-reduce, whose result is in place."""
+        try:
+            self._groups.failures.wait(pending, bucket.plan.device)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise self._failed(self._described(bucket.names, bucket.plan.index), error) from error
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)
-        if pending is None or self.is_plain_average:
+        if pending is None:
             return pending
         if is_waitable(pending):
             self.turns = frozenset()
@@ -213,12 +236,6 @@ class FunctionReduction(Reduction):
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"
         )
-
-    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable:
-        bucket.divide(self._groups.world_size)
-        backend = backend_for(self._groups.buckets, bucket.buffer().device)
-        work: Waitable = backend.sum_of_node(bucket.buffer(), node)
-        return work
 
 
 class HookReduction(Reduction):

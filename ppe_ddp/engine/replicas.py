@@ -294,7 +294,7 @@ class DriftCheck:
         self._starts = [0, *accumulate(spec.nbytes for spec in self._specs)]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _PARTS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
-        self._every = min(_EVERY, self._part // _LEAST_BYTES)
+        self.every = min(_EVERY, self._part // _LEAST_BYTES)  # a part is looked at, and compared, in so many steps
         self._known: dict[int, tuple[list[nn.Parameter], list[int], list[Callable[[], Tensor]]]] = {}
         self._step = self._next = 0  # of the part that was added up last, and of the one to come; 0 for none
         self._generation = groups.generation
@@ -304,12 +304,8 @@ class DriftCheck:
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
 
-    def is_due(self, step: int) -> bool:
-        """Whether something is compared, and looked at, in this step."""
-        return step % self._every == 0
-
     def field(self, *, takes_part: bool) -> bytes:
-        """What this rank says in the vote of a step that :meth:`is_due`: of what it has looked at in the last one.
+        """What this rank says in a vote of the part that it has seen last; for steps that are multiples of :attr:`every`.
 
         It ``takes_part`` if it has the same parameters as the others, which a rank that has joined has not.
         """
@@ -330,7 +326,7 @@ class DriftCheck:
     def look(self) -> None:
         """Look at the next part, once the vote is under way: the host has nothing else to do then."""
         if self._next:
-            self._sums = self._add_up(self._next // self._every % self._parts)
+            self._sums = self._add_up(self._next // self.every % self._parts)
             self._step, self._next = self._next, 0
 
     def _add_up(self, part: int) -> list[Tensor]:
@@ -359,6 +355,11 @@ class DriftCheck:
             i += 1
         return pieces
 
+    def comparing(self, field: bytes) -> Steps:
+        """Name the ranks that differ, if ``field``, the maxima of all ranks' fields, tells of a difference."""
+        if self.differs(field):
+            yield from self._find_ranks(field)
+
     def differs(self, field: bytes) -> bool:
         """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
         found = is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
@@ -366,12 +367,12 @@ class DriftCheck:
             self._equal = 0
         return found
 
-    def find_ranks(self, field: bytes) -> Steps:
+    def _find_ranks(self, field: bytes) -> Steps:
         """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks.
 
         ``field`` has the maxima of the ranks' fields, which also those have that take no part.
         """
-        pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big") // self._every % self._parts)
+        pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big") // self.every % self._parts)
         names = [self._specs[i].name for i, _, _ in pieces]
         rank, size = self._groups.rank, self._groups.world_size
         table = allocator(self._groups.control)(size * (len(names) + 1), torch.int64, _CPU).zero_().view(size, -1)

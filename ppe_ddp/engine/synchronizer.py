@@ -47,11 +47,11 @@ from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.contracts import BroadcastFunction, Probe
+    from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.completion import Steps
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.errors import NonFiniteGradientError
@@ -222,7 +221,7 @@ class BucketSynchronizer(Synchronizer):
         if weights.is_weighed or backward.is_manual:
             said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
         with span("negotiate") if self.ranges else nullcontext():
-            if self._policy.broadcast_buffers is not None:
+            if self._policy.broadcast_buffers is not None and self._module_state.has_buffers:
                 backward.buffers = self._module_state.buffers()
             if backward.buffers:
                 is_writer = self._buffer_writes.of(backward.buffers)
@@ -288,7 +287,8 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
-            yield from self._committing(b"")
+            if self.commits is not None:
+                yield from self.commits()
             self._complete_alone(backward)
             return
         if backward.schedule is None and backward.exchange is not None:
@@ -306,9 +306,15 @@ class BucketSynchronizer(Synchronizer):
             self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
         yield from schedule.finish()
-        outcome = yield from self._outcome(vote)
+        yield vote.done
+        outcome = self.negotiation.finish(vote, b"")
         recorder.control_nbytes += vote.nbytes
-        statuses = self._dropped_forwards.unpack(outcome.statuses)
+        self.times.note(outcome.times)
+        if self.drift is not None and outcome.parameters != vote.fields["parameters"]:
+            yield from self.drift.comparing(outcome.parameters)
+        statuses = outcome.statuses
+        if any(statuses):
+            statuses = self._dropped_forwards.unpack(statuses)
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, self._groups, statuses)
             self._drop(backward, error)
@@ -326,24 +332,12 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
         recorder.averaged_at = perf_counter_ns()
-        yield from self._committing(statuses)
-        self._hand_over(backward, outcome.users)
-        self._groups.note(Activity.DONE)
-        self.times.end_step()
-
-    def _committing(self, statuses: Sequence[int]) -> Steps:
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-
-    def _outcome(self, vote: MaskExchange) -> Generator[Probe | None, None, Agreement]:
-        yield vote.done
-        outcome = self.negotiation.finish(vote, b"")
-        self.times.note(outcome.times)
-        drift, agreed = self.drift, outcome.parameters
-        if drift is not None and agreed != vote.fields["parameters"] and drift.differs(agreed):
-            yield from drift.find_ranks(agreed)
-        return outcome
+        self._hand_over(backward, outcome.users)
+        self._groups.note(Activity.DONE)
+        self.times.end_step()
 
     def _complete_alone(self, backward: Backward) -> None:
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
@@ -447,7 +441,7 @@ class BucketSynchronizer(Synchronizer):
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
         users, drift, said = b"", self.drift, b"" if self.drift is None else NOT_DUE
-        if drift is not None and drift.is_due(self._groups.step):
+        if drift is not None and self._groups.step % drift.every == 0:
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())

@@ -327,7 +327,7 @@ MUTANTS = [
             "has_told = self._model.groups.parent, is_awaited",
             "has_told = self._model.groups.parent, True",
         ),
-        ("split: gathers stay in flight", backward.Synchronizer, "finish_gathers", "self.groups[1:]", "()"),
+        ("split: gathers stay in flight", backward.Synchronizer, "must_renew", "self.groups[1:]", "()"),
         ("split: experts are clipped apart", COPIES, "agreeing", "self._parallel.tells_all", "self.is_split"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
         (
