@@ -175,7 +175,7 @@ class DenseBucket(Bucket, ABC):
             return
         reduction = self._reduction
         if reduction.is_plain_average:
-            self.pending = reduction.start_average(self, self._flat)
+            self.pending = reduction.start_average(self._flat, self.plan, self.names)
             return
         tensors, flat = self._tensors_for_user(self._flat)
         self._sent = GradBucket.of(
@@ -203,7 +203,7 @@ class DenseBucket(Bucket, ABC):
         if self._reduction.is_plain_average:
             if self.pending is not None:
                 yield self.done
-                self._reduction.finish_average(self, self.pending)
+                self._reduction.finish_average(self.pending, self.plan, self.names)
                 self.pending = None
             return
         if self.pending is not None:

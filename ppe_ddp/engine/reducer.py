@@ -270,6 +270,13 @@ class Reducer(Generic[C]):
             "call finish_grad_sync() alone, after it"
         )
 
+    def _refuse_compiled(self) -> NoReturn:
+        raise UnusableError(
+            f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not supported: turn it off "
+            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the module, of the wrapper or of the "
+            "whole step works without it"
+        )
+
     def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
@@ -290,11 +297,7 @@ class Reducer(Generic[C]):
             return None
         try:
             if is_in_compiled_autograd():
-                raise UnusableError(
-                    f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not "
-                    "supported: turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the "
-                    "module, of the wrapper or of the whole step works without it"
-                )
+                self._refuse_compiled()
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
             if accumulates and Weights.were_used:

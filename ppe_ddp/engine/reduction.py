@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
-    from ppe_ddp.engine.bucket import DenseBucket
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.plan import BucketPlan
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -84,11 +84,11 @@ class Reduction(ABC):
         """Finds out which gradients exist on one node only; None where that makes no difference."""
         return None
 
-    def start_average(self, bucket: DenseBucket, flat: Tensor) -> Waitable | None:
-        """Start to sum up the gradients of ``bucket``, which ``flat`` holds, divided already; None if it is done."""
+    def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
+        """Start to sum up the gradients of a bucket, in place, which are divided already; None if it is done."""
         raise AssertionError("is no plain average")
 
-    def finish_average(self, bucket: DenseBucket, pending: Waitable) -> None:
+    def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
         """Wait for what :meth:`start_average` has begun."""
         raise AssertionError("is no plain average")
 
@@ -201,9 +201,9 @@ class FunctionReduction(Reduction):
         """The function's name."""
         return f"reduce_function {name_of(self._function)}"
 
-    def start_average(self, bucket: DenseBucket, flat: Tensor) -> Waitable | None:
+    def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
         """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
-        group, node = self._groups.buckets, bucket.plan.node
+        group, node = self._groups.buckets, plan.node
         if self._groups.world_size == 1:
             return None
         try:
@@ -213,17 +213,17 @@ class FunctionReduction(Reduction):
             op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
             return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
         except Exception as error:
-            annotate(error, f"in {self.title} on {self._described(bucket.names, bucket.plan.index)}")
+            annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
             raise
 
-    def finish_average(self, bucket: DenseBucket, pending: Waitable) -> None:
+    def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
         """Wait for the all-reduce, whose result is in place."""
         try:
-            self._groups.failures.wait(pending, bucket.plan.device)
+            self._groups.failures.wait(pending, plan.device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
-            raise self._failed(self._described(bucket.names, bucket.plan.index), error) from error
+            raise self._failed(self._described(names, plan.index), error) from error
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)

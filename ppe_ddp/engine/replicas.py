@@ -305,7 +305,7 @@ class DriftCheck:
         self._error: DisagreementError | None = None
 
     def field(self, *, takes_part: bool) -> bytes:
-        """What this rank says in a vote of the part that it has seen last; for steps that are multiples of :attr:`every`.
+        """What this rank says in a vote of the part that it has seen last; in the steps of :attr:`every`.
 
         It ``takes_part`` if it has the same parameters as the others, which a rank that has joined has not.
         """

@@ -298,23 +298,15 @@ class BucketSynchronizer(Synchronizer):
             yield from backward.turn.wait()
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
-        recorder, late = backward.recorder, backward.late
-        if backward.unexpected and not (backward.silent or self.weights.is_nothing):
-            late.update(self.gradients.take_present(backward.unexpected))
-        recorder.vote_at = perf_counter_ns()
-        if self._finite is not None:
-            self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
         yield from schedule.finish()
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
-        recorder.control_nbytes += vote.nbytes
+        backward.recorder.control_nbytes += vote.nbytes
         self.times.note(outcome.times)
         if self.drift is not None and outcome.parameters != vote.fields["parameters"]:
             yield from self.drift.comparing(outcome.parameters)
-        statuses = outcome.statuses
-        if any(statuses):
-            statuses = self._dropped_forwards.unpack(statuses)
+        statuses = self._dropped_forwards.unpack(outcome.statuses) if any(outcome.statuses) else b""
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, self._groups, statuses)
             self._drop(backward, error)
@@ -322,7 +314,6 @@ class BucketSynchronizer(Synchronizer):
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
-            backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
         if backward.buffers:
@@ -331,7 +322,7 @@ class BucketSynchronizer(Synchronizer):
             self.put_back(backward)
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
-        recorder.averaged_at = perf_counter_ns()
+        backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
@@ -432,10 +423,15 @@ class BucketSynchronizer(Synchronizer):
 
     def _vote(self, backward: Backward) -> MaskExchange:
         """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
-        mask = bytearray(self._nothing)
-        for i in backward.late:
+        late, found, mask = backward.late, 0, bytearray(self._nothing)
+        if backward.unexpected and not (backward.silent or self.weights.is_nothing):
+            late.update(self.gradients.take_present(backward.unexpected))
+        for i in late:
             mask[i] = 1
-        found = 0 if self._finite is None else self._finite.status
+        backward.recorder.vote_at = perf_counter_ns()
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
+            found = self._finite.status
         status = pack_status(backward.aborted | found, backward.dropped)
         is_writer = backward.is_writer
         assert backward.agreement is not None
@@ -506,3 +502,4 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
+        backward.averaged = bytes(map(or_, backward.averaged, agreed))
