@@ -69,8 +69,6 @@ class Division(enum.Enum):
 
     BY_FUNCTION = enum.auto()
     """The function that gets it."""
-    BY_BACKEND = enum.auto()
-    """The backend of the function's group, by ``ReduceOp.AVG``."""
     DONE = enum.auto()
     """They are divided already."""
 

@@ -432,8 +432,7 @@ class Completion:
                 if not to_end:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
-                # Not by a variable: the traceback of an error would keep it, a probe its Work, and that the connection.
-                deque(self._steps, maxlen=0)
+                run(self._steps)
             self.is_done = True
         except StopIteration:
             self.is_done = True
@@ -469,11 +468,6 @@ class Completion:
             return self._probe is not None and bool(self._probe())
         except Exception:
             return True  # its own wait says what is wrong
-
-    @property
-    def can_be_polled(self) -> bool:
-        """Whether :attr:`is_ready` can be found out without waiting."""
-        return self._probe is not None
 
 
 class _Thread(threading.local):
@@ -579,7 +573,7 @@ def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], second
     def arrived() -> bool:
         found[:] = [completion for completion in waiting if completion.is_ready]
         if not found:
-            found[:] = [completion for completion in left if not completion.can_be_polled][:1]  # it waits by itself
+            found[:] = [completion for completion in left if completion._probe is None][:1]  # it waits by itself
         return bool(found) or has_failed()
 
     progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)

@@ -18,9 +18,9 @@ Each field is written so that the maximum over the ranks tells all of them:
     parameters 24                                                        digest of some parameters (replicas.py)
     learned    32             digest of what this rank has learned: where one has another, all begin anew
 
-A field that is added is written in ``Negotiation.start()`` and read in ``Negotiation.finish()``. It may depend on the
-parameters, buffers and options, on which all ranks agree, and on nothing else: the length of the message changes only
-when all ranks know it, because a transport that gets messages of different lengths may end the process (gloo does).
+A field that is added is given to ``Negotiation.start()``, and comes out of ``Negotiation.finish()``. Its length may
+depend on the parameters, buffers and options, on which all ranks agree, and on nothing else: the message gets another
+length only when all ranks know it, as a transport that is given different lengths may end the process (gloo does).
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ class Reduction(ABC):
         self._groups = groups
         self._has_warned = False
         self.mean_factor = 1.0 / groups.world_size
+        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
 
     @property
     def progress(self) -> HookProgress | None:
@@ -85,12 +86,28 @@ class Reduction(ABC):
         return None
 
     def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
-        """Start to sum up the gradients of a bucket, in place, which are divided already; None if it is done."""
-        raise AssertionError("is no plain average")
+        """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
+        group, node = self._groups.buckets, plan.node
+        if self._groups.world_size == 1:
+            return None
+        try:
+            if node is not None:
+                backend: Any = backend_for(group, flat.device)
+                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
+            op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
+            return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
+        except Exception as error:
+            annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
+            raise
 
     def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
-        """Wait for what :meth:`start_average` has begun."""
-        raise AssertionError("is no plain average")
+        """Wait for the all-reduce, whose result is in place."""
+        try:
+            self._groups.failures.wait(pending, plan.device)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise self._failed(self._described(names, plan.index), error) from error
 
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket`` by the function or hook; None if it is done."""
@@ -180,17 +197,15 @@ class FunctionReduction(Reduction):
     def __init__(self, function: ReduceFunction, groups: Groups) -> None:
         super().__init__(groups)
         self._function = function
-        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
 
     def division(self, device: torch.device) -> Division:
-        """As the function declares; a backend that can averages for the default one."""
-        if self.is_plain_average:
-            return Division.BY_BACKEND if device.type in self._averaging else Division.DONE
-        return Division.DONE if self._takes_divided else Division.BY_FUNCTION
+        """As the function declares; a backend that can divides plain averages."""
+        is_divided = device.type not in self._averaging if self.is_plain_average else self._takes_divided
+        return Division.DONE if is_divided else Division.BY_FUNCTION
 
     def node_masks(self) -> NodeMasks | None:
         """Of the group, if its backend knows nodes: it averages as the default function does."""
@@ -200,30 +215,6 @@ class FunctionReduction(Reduction):
     def title(self) -> str:
         """The function's name."""
         return f"reduce_function {name_of(self._function)}"
-
-    def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
-        """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
-        group, node = self._groups.buckets, plan.node
-        if self._groups.world_size == 1:
-            return None
-        try:
-            if node is not None:
-                backend: Any = backend_for(group, flat.device)
-                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
-            op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
-            return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
-        except Exception as error:
-            annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
-            raise
-
-    def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
-        """Wait for the all-reduce, whose result is in place."""
-        try:
-            self._groups.failures.wait(pending, plan.device)
-        except PeerAbortedError:
-            raise
-        except RuntimeError as error:
-            raise self._failed(self._described(names, plan.index), error) from error
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)

@@ -230,9 +230,11 @@ class BucketSynchronizer(Synchronizer):
                 local,
                 not backward.silent,
                 buffers=backward.buffers,
-                apart=TOGETHER if backward.is_manual and backward.silent else apart,
-                writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=said,
+                said={
+                    "apart": TOGETHER if backward.is_manual and backward.silent else apart,
+                    "writers": highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
+                },
+                own={"weights": said},
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
@@ -446,10 +448,8 @@ class BucketSynchronizer(Synchronizer):
             mask,
             status,
             is_vote=True,
-            writers=writers,
-            users=users,
-            times=self.times.field(backward.recorder.backward_at),
-            parameters=said,
+            said={"writers": writers, "parameters": said},
+            own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
         if said is not NOT_DUE and drift is not None:
             drift.look()

@@ -192,7 +192,7 @@ MUTANTS = [
             "backward.agreement.senders(writers)",
             "[0] * len(backward.agreement.senders(writers))",
         ),
-        ("who has written buffers is asked of the vote alone", SYNC, "_vote", "writers=writers", 'writers=b""'),
+        ("who has written buffers is asked of the vote alone", SYNC, "_vote", '"writers": writers', '"writers": b""'),
         ("buffers count as written for ever", SYNC, "_broadcast_buffers", "self.note_buffers()", "pass"),
         (
             "NaN drops the step on one rank",
