@@ -142,11 +142,6 @@ class Weights:
         self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
         self.is_refused = False  # whether each rank trains by itself, where a count has no meaning
 
-    @staticmethod
-    def are_used() -> bool:
-        """Whether any loss of this process has a weight now."""
-        return bool(_Weigh.alive)
-
     def note(self, arrived: int | None = None, *, is_synchronized: bool) -> None:
         """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet.
 

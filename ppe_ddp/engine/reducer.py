@@ -170,7 +170,7 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
-            if Weights.are_used() and self._arrivals.reached():
+            if Weights.were_used and self._arrivals.reached():
                 self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())

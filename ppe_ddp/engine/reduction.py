@@ -117,22 +117,17 @@ class Reduction(ABC):
             self._annotate(error, bucket)
             raise
 
-    def wait(self, bucket: GradBucket, pending: Waitable) -> None:
-        """Wait for ``pending``; its result is for :meth:`finish`."""
-        try:
-            self._await(bucket, pending)
-        except Exception as error:
-            self._annotate(error, bucket)
-            raise
-
-    def _await(self, bucket: GradBucket, pending: Waitable) -> object:
+    def wait(self, bucket: GradBucket, pending: Waitable) -> object:
         """Wait for ``pending``; what goes wrong in an all-reduce that only this library knows of is the transport's."""
         try:
             return self._groups.failures.wait(pending, bucket.buffer().device)
-        except RuntimeError as error:
-            if isinstance(error, PeerAbortedError) or not self.is_all_reduce:
+        except Exception as error:
+            if isinstance(error, PeerAbortedError) or not (self.is_all_reduce and isinstance(error, RuntimeError)):
+                self._annotate(error, bucket)
                 raise
-            raise self._failed(self.describe(bucket), error) from error
+            failed = self._failed(self.describe(bucket), error)
+            self._annotate(failed, bucket)
+            raise failed from error
 
     def _failed(self, where: str, error: RuntimeError) -> CommunicationError:
         return CommunicationError(
@@ -145,8 +140,8 @@ class Reduction(ABC):
 
         Returns what this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
         """
+        value = None if pending is None else self.wait(bucket, pending)
         try:
-            value = None if pending is None else self._await(bucket, pending)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
