@@ -69,8 +69,6 @@ class Division(enum.Enum):
 
     BY_FUNCTION = enum.auto()
     """The function that gets it."""
-    BY_BACKEND = enum.auto()
-    """The backend of the function's group, by ``ReduceOp.AVG``."""
     DONE = enum.auto()
     """They are divided already."""
 
@@ -187,8 +185,8 @@ class ReduceFunction(Protocol):
     ``takes_divided``: its gradients come divided by the world size, which costs next to nothing while they are
     copied into the bucket, and it only sums. :func:`ppe_ddp.functions.takes_divided` sets it.
 
-    ``is_plain_average``: the wrapper may average by something else in its place (a reduce-scatter where each rank
-    needs its part only, nothing on one rank), may have the backend divide, and does not check what it has done.
+    ``is_plain_average``: the wrapper averages by something else in its place (one all-reduce, a reduce-scatter where
+    each rank needs its part only, nothing on one rank), and never calls it.
 
     Either all ranks have a function of their own or none, which is compared. That it is the same one is not: a rank may
     have one that logs, too, and its name says nothing of what it sends. ``PPE_DDP_DEBUG=1`` compares that.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ppe_ddp.contracts import AllPending, Division, GradBucket, ReduceFunction, Waitable
+from ppe_ddp.contracts import AllPending, GradBucket, ReduceFunction, Waitable
 from ppe_ddp.errors import clear_frames
 
 if TYPE_CHECKING:
@@ -38,13 +38,10 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
         The Work of the all-reduce, or None where one rank is alone.
     """
     world_size = dist.get_world_size(group)
-    division = gradients.division()
-    if division is Division.BY_FUNCTION:
-        gradients.divide(world_size)
+    gradients.divide(world_size)
     if world_size == 1:
         return None
-    op = dist.ReduceOp.AVG if division is Division.BY_BACKEND else dist.ReduceOp.SUM
-    return dist.all_reduce(gradients.buffer(), op, group, async_op=True)  # type: ignore[no-any-return]
+    return dist.all_reduce(gradients.buffer(), group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 average.takes_divided = average.is_plain_average = True  # type: ignore[attr-defined]

@@ -92,10 +92,10 @@ class DdpJoinHook(JoinHook):
                 if not isinstance(told, PeerAbortedError):
                     raise told from error
                 if told.step is not None and told.step > reducer.groups.step:
-                    reducer.groups.begin_step()  # the one that they would have announced
+                    reducer.groups.step += 1  # the one that they would have announced
 
     def _connect(self, reducer: Reducer[BucketSynchronizer]) -> None:
-        while reducer.synchronizer.is_closed:
+        while reducer.synchronizer.must_renew():
             with suppress(PeerAbortedError):  # failed again: the next attempt is the others' next step
                 Completion(reducer.synchronizer.renewing(), reducer.groups).finish()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect
 from collections import deque
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -31,6 +32,8 @@ _JUDGED_EVERY = 4
 _PER_DOUBLING = 8
 _DECODED = [math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))]  # milliseconds
 _MILLIS = torch.tensor(_DECODED)
+# The nanoseconds from which on each code from 1 to 255 stands for them: what is nearest on that scale.
+_LIMITS = [-math.inf, *(1e3 * 2 ** ((code - 0.5) / _PER_DOUBLING) for code in range(1, 255))]
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class RankTimes:
         """
         if not (self._forward_at and self._ended_at):
             return bytes(NBYTES)
-        return bytes([_code(backward_at - self._forward_at), _code(self._forward_at - self._ended_at)])
+        compute, other = backward_at - self._forward_at, self._forward_at - self._ended_at
+        return bytes([bisect(_LIMITS, compute), bisect(_LIMITS, other)])
 
     def note(self, field: bytes) -> None:
         """Take in what the ranks have said, one after another; rank 0 logs who has become slow, or is so no more."""
@@ -125,10 +129,6 @@ class RankTimes:
             is_slow = counts[rank] >= _MOST and compute + other > max(SLOW * usual, usual + LEAST_MS)
             rows.append(RankTime(rank, compute, other, is_slow))
         return rows, counts, usual
-
-
-def _code(nanoseconds: int) -> int:
-    return min(255, max(1, 1 + round(_PER_DOUBLING * math.log2(max(nanoseconds, 1) / 1e3))))
 
 
 def _has_slow(field: bytes) -> bool:

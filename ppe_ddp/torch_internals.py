@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from fnmatch import fnmatchcase
-from functools import wraps
+from functools import partial, wraps
+from operator import is_not
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -149,6 +150,12 @@ def is_future(value: object) -> TypeGuard[torch.futures.Future[Any]]:
 def users_of_tensors(tensors: Iterable[Tensor]) -> list[int]:
     """:func:`tensor_users` of each, in half the time: it is asked for every gradient of every backward."""
     return list(map(Tensor._use_count, tensors))  # type: ignore[attr-defined]
+
+
+EXISTS: Any = partial(is_not, None)
+"""Whether something is not None: for ``filter()``, which then calls no function of Python."""
+GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+"""The ``.grad`` of a tensor: for ``map()``, which takes half the time of a loop."""
 
 
 def version_of(tensor: Tensor) -> int:

@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 
 from ppe_ddp.errors import DisagreementError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, fits, graph_task, node_is_executed, uncompiled_hook, version_of
+from ppe_ddp.torch_internals import (
+    EXISTS,
+    GRADIENT,
+    at_end_of_backward,
+    fits,
+    graph_task,
+    node_is_executed,
+    uncompiled_hook,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -32,7 +41,9 @@ if TYPE_CHECKING:
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 """What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
-_UNWEIGHTED_BYTES = b"\x00\xff"
+UNWEIGHTED_BYTES = b"\x00\xff"
+SAID = tuple(struct.pack(">I", word) for word in (_NOTHING, _UNWEIGHTED))
+"""What a rank says without gradients, and with some, where it has not weighed."""
 NBYTES = 4
 """Of what a rank says."""
 _Versions = list[tuple[int, int]] | None
@@ -64,6 +75,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     number = float(count)
     if not 0 <= number < math.inf:
         raise ValueError(f"weigh() needs a finite count that is not negative, not {number}")
+    Weights.were_used = True
     weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
     return weighed
 
@@ -114,6 +126,8 @@ class Weights:
     """
 
     _all: ClassVar[weakref.WeakSet[Weights]] = weakref.WeakSet()
+    were_used: ClassVar[bool] = False
+    """Whether any loss of this process had a weight so far."""
 
     def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
@@ -127,11 +141,6 @@ class Weights:
         self._is_used = False
         self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
         self.is_refused = False  # whether each rank trains by itself, where a count has no meaning
-
-    @staticmethod
-    def are_used() -> bool:
-        """Whether any loss of this process has a weight now."""
-        return bool(_Weigh.alive)
 
     def note(self, arrived: int | None = None, *, is_synchronized: bool) -> None:
         """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet.
@@ -188,7 +197,7 @@ class Weights:
 
     def _gradients(self, but: int | None = None) -> list[Any]:
         parameters = self.parameters if but is None else [p for i, p in enumerate(self.parameters) if i != but]
-        return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        return list(filter(EXISTS, map(GRADIENT, parameters)))
 
     def remember(self) -> None:
         """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet."""
@@ -211,12 +220,9 @@ class Weights:
         """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""
         if is_manual and not has_gradients and self._left != _versions(self._gradients()):
             self.settle()  # the user has dropped what was weighed before
-        word = _NOTHING
         if self.is_weighed and not silent:
-            word = struct.unpack(">I", struct.pack(">f", self.total))[0] + 1
-        elif has_gradients:
-            word = _UNWEIGHTED
-        return struct.pack(">I", word)
+            return struct.pack(">I", struct.unpack(">I", struct.pack(">f", self.total))[0] + 1)
+        return SAID[has_gradients]
 
     def factor(self, field: bytes) -> float | None:
         """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
@@ -227,7 +233,7 @@ class Weights:
         Raises:
             DisagreementError: On every rank: some weigh, and others have gradients without a weight.
         """
-        if not field.strip(_UNWEIGHTED_BYTES):
+        if not field.strip(UNWEIGHTED_BYTES):
             return None
         self._is_used = True
         words = _words(field)
@@ -291,7 +297,7 @@ class WhereUsed:
             weights: What they have said by :meth:`Weights.field`.
         """
         starts = range(0, len(field), self._nbytes or 1)
-        is_weighed = bool(weights.strip(_UNWEIGHTED_BYTES))
+        is_weighed = bool(weights.strip(UNWEIGHTED_BYTES))
         counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * len(starts)
         rows = [int.from_bytes(field[start : start + self._nbytes], "big") for start in starts]
         bits = [f"{row:0{len(self._indices)}b}".encode().translate(_VALUES) for row in rows]

@@ -16,7 +16,7 @@ import nccl_stand_in
 from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice, StandInLibrary
 from one_process import assert_gradients, data, mean_gradients
-from ppe_ddp import DistributedDataParallel, functions
+from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
@@ -175,7 +175,7 @@ def averaged_by_the_transport():
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(reduction, "_AVERAGING", ("cupy_stand_in",))
-        monkeypatch.setattr(functions, "dist", types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
+        monkeypatch.setattr(reduction, "dist", types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce}))
         module = torch.nn.Linear(3, 2, dtype=torch.float16)
         model = DistributedDataParallel(module)
         (model(torch.ones(1, 3).half()).sum() * (40000.0 + 16 * dist.get_rank())).backward()

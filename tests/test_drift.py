@@ -33,8 +33,10 @@ class Steps:
 def fields_of(module, steps=None):
     groups = Steps()
     check = DriftCheck(groups, ModuleState(module), raises=False)
-    for groups.step in range(steps or check._parts + 1):
+    for number in range(1, 1 + (steps or check._parts + 1)):
+        groups.step = number * check.every
         yield check.field(takes_part=True)
+        check.look()
 
 
 def differs(field):
@@ -65,6 +67,8 @@ def test_every_flipped_bit_is_seen_within_one_round(shapes, dtype, place, least_
         patches.setattr(replicas, "_LEAST_BYTES", least_bytes)
         module = Tensors(shapes, dtype)
         other = copy.deepcopy(module)
+        check = DriftCheck(Steps(), ModuleState(module), raises=False)
+        assert (check._parts + 1) * check.every <= 100
         assert not any(map(differs, map(maxima, fields_of(module), fields_of(other))))
         memory = [parameter.detach().reshape(-1).view(torch.uint8) for parameter in other.parameters()]
         place %= 8 * sum(map(len, memory))

@@ -22,13 +22,17 @@ from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop
 
 
+def note(processes, step, activity, bucket=0):
+    Groups.note(SimpleNamespace(step=step, processes=processes), activity, bucket)
+
+
 def be_peer(pipe):
     """Another process with a page, which does as it is told."""
     address = own_address()
     processes = PeerProcesses(1, address, [None, address.packed()])
     pipe.send(address.packed())
     while (call := pipe.recv()) is not None:
-        getattr(processes, call[0])(*call[1:])
+        note(processes, *call[1:]) if call[0] == "note" else getattr(processes, call[0])(*call[1:])
         pipe.send("done")
 
 
@@ -130,9 +134,9 @@ def test_one_that_leaves_says_so_before_it_is_gone(peer):
     ],
 )
 def test_what_a_rank_still_receives_is_seen_by_those_that_have_completed_it(peer, theirs, is_completing):
-    peer.processes.note(3, Activity.DONE)
-    peer.processes.note(3, Activity.GATHERED)
-    peer.processes.note(4, Activity.BUCKET)
+    note(peer.processes, 3, Activity.DONE)
+    note(peer.processes, 3, Activity.GATHERED)
+    note(peer.processes, 4, Activity.BUCKET)
     peer.tell("note", *theirs)
     assert peer.processes.completing() == [1] * is_completing
     peer.tell("note_closed")
@@ -144,7 +148,7 @@ def test_what_a_rank_still_receives_is_seen_by_those_that_have_completed_it(peer
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_nobody_waits_for_what_a_rank_receives_that_does_not_run(peer, number):
     peer.tell("note", 3, Activity.VOTE)
-    peer.processes.note(3, Activity.DONE)
+    note(peer.processes, 3, Activity.DONE)
     assert peer.processes.completing() == [1]
     peer.signal_and_await(number, Condition.STOPPED if number == signal.SIGSTOP else Condition.ENDED)
     assert not peer.processes.completing()
@@ -156,7 +160,7 @@ def test_what_was_sent_to_other_nodes_has_a_while_to_arrive(peer, monkeypatch):
     monkeypatch.setattr(failures_module, "progress_engine", lambda _: engine)
     lost_ranks(peer, size=3).await_completion()
     assert waits == [(False, failures_module._ARRIVING_SECONDS), (True, failures_module._COMPLETING_SECONDS)]
-    peer.processes.note(1, Activity.BUCKET)  # all have begun this step
+    note(peer.processes, 1, Activity.BUCKET)  # all have begun this step
     waits.clear()
     lost_ranks(peer, size=3).await_completion()
     assert waits == [(True, failures_module._COMPLETING_SECONDS)]
@@ -164,7 +168,7 @@ def test_what_was_sent_to_other_nodes_has_a_while_to_arrive(peer, monkeypatch):
 
 @pytest.mark.parametrize(("activity", "is_late"), [(Activity.MASK, True), (Activity.VOTE, False)])
 def test_one_that_computes_is_late_if_it_is_behind(peer, activity, is_late):
-    peer.processes.note(3, Activity.BUCKET, 1)
+    note(peer.processes, 3, Activity.BUCKET, 1)
     peer.processes.note_wait()
     peer.tell("note", 3, activity)
     assert [one.rank for one in lost_ranks(peer).find()] == ([1] if is_late else [])
@@ -172,7 +176,7 @@ def test_one_that_computes_is_late_if_it_is_behind(peer, activity, is_late):
 
 @pytest.mark.parametrize("other", ["note_wait", "note_closed"])
 def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer, other):
-    peer.processes.note(3, Activity.MASK)
+    note(peer.processes, 3, Activity.MASK)
     peer.processes.note_wait()
     peer.tell("note", 3, Activity.MASK)
     assert [one.condition for one in lost_ranks(peer).find()] == ["has not come"]
@@ -181,7 +185,7 @@ def test_of_two_at_one_place_the_one_that_does_not_wait_is_late(peer, other):
 
 
 def test_a_long_wait_is_told_by_one_rank_with_whom_it_needs(peer, caplog):
-    peer.processes.note(4, Activity.MASK)
+    note(peer.processes, 4, Activity.MASK)
     peer.processes.note_wait()
     peer.tell("note", 3, Activity.DONE)
     lost_ranks(peer).tell_wait(20.5)
@@ -194,7 +198,7 @@ def test_a_long_wait_is_told_by_one_rank_with_whom_it_needs(peer, caplog):
 
 
 def test_a_long_wait_for_another_node_is_told_by_the_lowest_rank_there(peer, caplog):
-    peer.processes.note(4, Activity.MASK)
+    note(peer.processes, 4, Activity.MASK)
     peer.processes.note_wait()
     peer.tell("note", 4, Activity.MASK)
     peer.tell("note_wait")

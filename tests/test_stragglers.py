@@ -2,6 +2,7 @@
 
 import math
 import random
+from bisect import bisect
 from time import perf_counter
 
 import pytest
@@ -11,13 +12,13 @@ import torch.distributed as dist
 from library_warnings import library_warnings
 from one_process import data, mlp, seeded
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.stragglers import NBYTES, WINDOW, RankTimes, _code
+from ppe_ddp.stragglers import _LIMITS, NBYTES, WINDOW, RankTimes
 from rank_tests import on_three_ranks, on_two_ranks
 
 
 def field_of(times):
     """What the ranks together say of these milliseconds, (compute, other) a rank."""
-    return bytes(_code(int(1e6 * ms)) if ms is not None else 0 for pair in times for ms in pair)
+    return bytes(bisect(_LIMITS, 1e6 * ms) if ms is not None else 0 for pair in times for ms in pair)
 
 
 def logged(times, rows):

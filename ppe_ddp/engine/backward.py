@@ -159,7 +159,7 @@ class Backward:
     def end(self) -> None:
         """The synchronization is complete."""
         self.enter(Phase.OVER)
-        self.forget_rounds()
+        self.schedule, self.rounds = None, []
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
         if EventLog.current is not None:
             EventLog.current.backwards.append(self.recorder)
@@ -223,18 +223,15 @@ class Synchronizer(ABC):
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
-    def finish_gathers(self) -> None:
-        """Wait for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere.
+    def must_renew(self) -> bool:
+        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively.
 
-        Of several groups a rank that has failed connects those again that it has closed, before it sends in the others.
+        Waits first for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere:
+        of several groups a rank that has failed connects those again that it has closed, before it sends in the others.
         """
         for groups in self.groups if self.groups[1:] else ():
             for gather in list(groups.gathers):
                 gather.finish()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
         return any(map(_IS_CLOSED, self.groups))
 
     @property
@@ -348,7 +345,7 @@ class Synchronizer(ABC):
             self.knows_of_failure = isinstance(error, PeerAbortedError)
             for groups in self.groups:
                 if not groups.is_closed:  # renewed: it loses the step with the others
-                    groups.begin_step()
+                    groups.step += 1
             raise
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:

@@ -20,8 +20,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from operator import attrgetter, is_not
+from functools import lru_cache
+from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -30,9 +30,9 @@ from torch import distributed as dist
 
 from ppe_ddp.contracts import Division, GradBucket, probe
 from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
-from ppe_ddp.engine.record import EventLog, RoundRecord, span, watch
+from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
-from ppe_ddp.torch_internals import is_future
+from ppe_ddp.torch_internals import EXISTS, is_future
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.reduction import Reduction
 
 
-_EXISTS, _SHAPE = partial(is_not, None), attrgetter("shape")
+_SHAPE = attrgetter("shape")
 _PLANS = 32  # whose buckets are kept
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
@@ -175,9 +175,9 @@ class DenseBucket(Bucket, ABC):
             return
         reduction = self._reduction
         if reduction.is_plain_average:
-            tensors, flat = self._tensors, self._flat
-        else:
-            tensors, flat = self._tensors_for_user(self._flat)
+            self.pending = reduction.start_average(self._flat, self.plan, self.names)
+            return
+        tensors, flat = self._tensors_for_user(self._flat)
         self._sent = GradBucket.of(
             tensors,
             flat,
@@ -187,7 +187,7 @@ class DenseBucket(Bucket, ABC):
             is_last=is_last,
             division=self._division,
         )
-        self.pending = reduction.start(self._sent, self.plan.node)
+        self.pending = reduction.start(self._sent)
 
     def _tensors_for_user(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
         """Aliases or copies of the tensors for a function of the user's, which may change their shapes."""
@@ -200,6 +200,12 @@ class DenseBucket(Bucket, ABC):
 
     def finish(self) -> Steps:
         """Wait for the result."""
+        if self._reduction.is_plain_average:
+            if self.pending is not None:
+                yield self.done
+                self._reduction.finish_average(self.pending, self.plan, self.names)
+                self.pending = None
+            return
         if self.pending is not None:
             yield probe(self.pending)
         flat, sent = self._flat, self._sent  # not before: a generator that nobody resumes would hold them
@@ -262,7 +268,7 @@ class PackedBucket(DenseBucket):
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
         gradients, factor = self.gradients, self.factor * self.weight
-        if self._views and any(map(REQUIRES_GRAD, filter(_EXISTS, gradients))):
+        if self._views and any(map(REQUIRES_GRAD, filter(EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps it
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_fused:
@@ -303,7 +309,7 @@ def concatenate(
     A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
     would move those behind it, without an error.
     """
-    present: list[Tensor] = list(filter(_EXISTS, gradients))  # type: ignore[arg-type]
+    present: list[Tensor] = list(filter(EXISTS, gradients))
     if list(map(_SHAPE, present)) != shapes:
         return False
     start = 0
@@ -478,21 +484,24 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         self.plan = plan
         self.buckets = buckets
-        self.record = RoundRecord(plan, repair=repair)  # what happened when
+        self.record = RoundRecord(plan, repair)  # what happened when
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
         self._may_launch = may_launch
         self._ranges = ranges
         self._gone = 0
         self._previous: B | None = None
-        self._missing = [sum(map(waiting.__getitem__, bucket.members)) for bucket in plan.buckets]
+        self._missing: list[int] = []  # by bucket, how many gradients it waits for
+        for bucket in plan.buckets:
+            self._missing.append(sum(map(waiting.__getitem__, bucket.members)))
+            self.record.buckets.append(BucketRecord())
 
     def mark_arrived(self, indices: Sequence[int]) -> None:
         """Count the gradients of these parameters as arrived."""
         for k, count in Counter(map(self.plan.bucket_of.__getitem__, indices)).items():
             self._missing[k] -= count
             if self._missing[k] == 0:
-                self.record.ready[k] = perf_counter_ns()
+                self.record.buckets[k].ready = perf_counter_ns()
 
     def launch_ready(self) -> None:
         """Launch buckets in order, up to the first that still misses a gradient of this rank."""
@@ -518,9 +527,9 @@ class LaunchSchedule(Generic[B]):
 
     def _launch(self) -> None:
         k = self._gone
-        bucket, record = self.buckets[k], self.record
+        bucket, record = self.buckets[k], self.record.buckets[k]
         self._gone += 1
-        record.launch[k] = perf_counter_ns()
+        record.launch = perf_counter_ns()
         if self._previous is not None:
             self._previous.check()  # the other ranks would take this bucket for one that was never sent
         self._prepare(bucket)
@@ -531,20 +540,15 @@ class LaunchSchedule(Generic[B]):
                 bucket.launch(is_last=k == self.plan.last)
         else:
             bucket.launch(is_last=k == self.plan.last)
-        record.launched[k] = perf_counter_ns()
-        record.packed[k] = bucket.packed_at
-        record.nbytes[k] = bucket.nbytes
+        record.launched = perf_counter_ns()
+        record.packed, record.nbytes = bucket.packed_at, bucket.nbytes
         if EventLog.current is not None:
-            self._watch(bucket, k)
-
-    def _watch(self, bucket: B, k: int) -> None:
-        """Have it noted when what bucket ``k`` has sent has arrived."""
-        record, pending = self.record, bucket.pending
-        record.goes_in_turns = getattr(pending, "goes_in_turns", False)
-        if pending is not None:
-            watch(pending, partial(record.note_arrival, k))
-        elif not bucket.plan.sparse:
-            record.arrived[k] = record.launched[k]
+            pending = bucket.pending
+            record.goes_in_turns = getattr(pending, "goes_in_turns", False)
+            if pending is not None:
+                watch(pending, record.note_arrival)
+            elif not bucket.plan.sparse:
+                record.arrived = record.launched
 
     def done(self) -> bool:
         """Whether all launched buckets are complete."""
@@ -552,14 +556,12 @@ class LaunchSchedule(Generic[B]):
 
     def finish(self) -> Steps:
         """Wait for the buckets in order, as steps. Sparse ones come last: they communicate only now."""
-        record = self.record
         for is_sparse in (False, True):
-            for k, bucket in enumerate(self.buckets):
+            for bucket, record in zip(self.buckets, self.record.buckets, strict=True):
                 if bucket.plan.sparse is not is_sparse:
                     continue
                 yield from bucket.finish()
-                record.done[k] = perf_counter_ns()
-                record.nbytes[k] = bucket.nbytes
+                record.done, record.nbytes = perf_counter_ns(), bucket.nbytes
 
     @property
     def held(self) -> set[int]:

@@ -469,11 +469,6 @@ class Completion:
         except Exception:
             return True  # its own wait says what is wrong
 
-    @property
-    def can_be_polled(self) -> bool:
-        """Whether :attr:`is_ready` can be found out without waiting."""
-        return self._probe is not None
-
 
 class _Thread(threading.local):
     """The open completions of one thread: autograd calls back in the thread that has called it."""
@@ -578,7 +573,7 @@ def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], second
     def arrived() -> bool:
         found[:] = [completion for completion in waiting if completion.is_ready]
         if not found:
-            found[:] = [completion for completion in left if not completion.can_be_polled][:1]  # it waits by itself
+            found[:] = [completion for completion in left if completion._probe is None][:1]  # it waits by itself
         return bool(found) or has_failed()
 
     progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)

@@ -397,6 +397,11 @@ class Failures:
 
     def _await(self, one: Work | InFlight) -> None:
         """Wait until ``one`` has ended, whose transport may know nothing of failures."""
+        progress = progress_engine(os.getpid())
+        if not isinstance(one, Work) and progress.is_idle:
+            one.block()
+            if one.done():  # as nearly always, before there is anything to look at
+                return
         begin, gone_since, ahead_since = monotonic(), 0.0, 0.0
         tell = paced(
             lambda: self._lost.tell_wait(monotonic() - begin), _TELL_SECONDS, longest=_RARELY_SECONDS, at_once=False
@@ -423,7 +428,7 @@ class Failures:
         if isinstance(one, Work):
             one.await_end(looks)
         else:
-            progress_engine(os.getpid()).wait_until(one.done, looks, rest=one.block)
+            progress.wait_until(one.done, looks, rest=one.block)
 
 
 def _next_place() -> int:

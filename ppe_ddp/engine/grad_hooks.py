@@ -156,6 +156,16 @@ class GradHooks:
 
     Once a backward is known to be under way, most of them need not call back: they can *record*. An arrival then costs
     one call of a C function, a tenth of a Python one, and is read later.
+
+    Args:
+        parameters: The parameters.
+        on_accumulated: Called with an arrival.
+        owner: Held weakly.
+
+    Attributes:
+        streams: Those that gradients arrive on; None on CPUs.
+        reached: Returns the parameters whose gradients the backward that runs on this thread will accumulate.
+        accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
     """
 
     def __init__(
@@ -177,6 +187,9 @@ class GradHooks:
                 self._hooks[i] = _table(parameter), handle.id, hook
                 if is_distributed(parameter):
                     self._handles.append(redistribute_gradients(parameter))
+        self.streams = GradientStreams.of(parameters)
+        self._reached = ReachedParameters(parameters)
+        self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
 
     def remove(self) -> None:
         """Take our hooks off the parameters."""
@@ -189,10 +202,14 @@ class GradHooks:
     def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
         """Only record the arrivals of these parameters, and call nothing, until :meth:`stop_recording`.
 
-        Those in ``without`` are not recorded; it is to be the same object while it is the same ones.
+        Those in ``without`` are not recorded, nor those of unknown streams. It is to be the same object while it is the
+        same ones.
         """
-        self.stop_recording()
+        if self._is_recording:
+            self.stop_recording()
         self._recorded.clear()
+        if self.streams is not None:
+            indices = [i for i in indices if self.streams.knows_stream(i)]
         recording = self._recording
         if recording.indices != indices or recording.without is not without:
             recording = self._recording = _HookEntries(indices, without, self._hooks)
@@ -218,6 +235,32 @@ class GradHooks:
                 self._sequences.clear()
             known = self._sequences[id(recorded[0])] = recorded, [self._index[id(parameter)] for parameter in recorded]
         return known[1].copy()
+
+    def expected(self, arrived: int) -> list[int]:
+        """As :attr:`reached`, once the backward has accumulated the gradient of parameter ``arrived``.
+
+        Raises:
+            TorchChangedError: Autograd refuses to answer.
+        """
+        if reached := self.reached(has_accumulated=True):
+            return reached
+        self.refresh(range(len(self._index)))  # our nodes were not those that autograd uses
+        # The graph may be older than a cast, and have other nodes: what else it brings comes late, and is repaired.
+        return self.reached(has_accumulated=True) or [arrived]
+
+    def refresh(self, indices: Sequence[int]) -> None:
+        """Ask autograd again for the nodes of these parameters."""
+        self._reached.refresh(indices)
+        if self.streams is not None:
+            self.streams.forget_streams(indices)
+
+    def check(self, rank: int) -> None:
+        """Raise :class:`UnusableError` where a CUDA graph is being captured."""
+        if self.streams is not None and self.streams.is_capturing():
+            raise UnusableError(
+                f"rank {rank}: a CUDA graph is being captured, and what each backward sends is agreed on anew, which a "
+                "replay leaves out; capture model.module, and call model.finish_grad_sync() after replays"
+            )
 
 
 class _HookEntries:
@@ -337,71 +380,6 @@ def _table(parameter: nn.Parameter) -> dict[int, Any]:
     table = post_accumulate_hooks(parameter)
     assert table is not None, "there is a hook of ours"
     return table
-
-
-class GradientArrivals:
-    """Tells an owner of arrivals, by hooks on the parameters.
-
-    Args:
-        parameters: The parameters.
-        on_accumulated: Called as ``on_accumulated(owner, index, parameter)``.
-        owner: Held weakly.
-
-    Attributes:
-        stop_recording: Tells of every arrival again.
-        take_recorded: Returns what was recorded since the last call.
-        remove: Takes the hooks off the parameters.
-        reached: Returns the parameters whose gradients the backward that runs on this thread will accumulate.
-        accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
-    ) -> None:
-        hooks = GradHooks(parameters, on_accumulated, owner)
-        self.streams = GradientStreams.of(parameters)  # those that gradients arrive on; None on CPUs
-        self.stop_recording, self.take_recorded, self.remove = hooks.stop_recording, hooks.take_recorded, hooks.remove
-        self._start_recording = hooks.start_recording
-        self._reached = ReachedParameters(parameters)
-        self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
-        self._everything = range(len(parameters))
-
-    def expected(self, arrived: int) -> list[int]:
-        """As :attr:`reached`, once the backward has accumulated the gradient of parameter ``arrived``.
-
-        Raises:
-            TorchChangedError: Autograd refuses to answer.
-        """
-        if reached := self._reached.indices(has_accumulated=True):
-            return reached
-        self.refresh(self._everything)  # our nodes were not those that autograd uses
-        # The graph may be older than a cast, and have other nodes: what else it brings comes late, and is repaired.
-        return self._reached.indices(has_accumulated=True) or [arrived]
-
-    def refresh(self, indices: Sequence[int]) -> None:
-        """Ask autograd again for the nodes of these parameters."""
-        self._reached.refresh(indices)
-        if self.streams is not None:
-            self.streams.forget_streams(indices)
-
-    def note_stream(self, index: int) -> None:
-        """Note on which stream the gradient of parameter ``index`` arrives; called there."""
-        if self.streams is not None:
-            self.streams.note_stream(index)
-
-    def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
-        """Only record the arrivals of these parameters, save those ``without`` and those of unknown streams."""
-        if self.streams is not None:
-            indices = [i for i in indices if self.streams.knows_stream(i)]
-        self._start_recording(indices, without)
-
-    def check(self, rank: int) -> None:
-        """Raise :class:`UnusableError` where a CUDA graph is being captured."""
-        if self.streams is not None and self.streams.is_capturing():
-            raise UnusableError(
-                f"rank {rank}: a CUDA graph is being captured, and what each backward sends is agreed on anew, which a "
-                "replay leaves out; capture model.module, and call model.finish_grad_sync() after replays"
-            )
 
 
 logger = logging.getLogger("ppe_ddp")

@@ -16,7 +16,7 @@ from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.errors import NonFiniteGradientError
-from ppe_ddp.torch_internals import storage_users, uncompiled_hook
+from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,10 +50,10 @@ class Gradients:
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
         mask = bytearray(reached)
-        grads = [(i, grad) for i, p in enumerate(self._parameters) if (grad := p.grad) is not None]
+        grads = list(map(GRADIENT, self._parameters))
         self.shared, self.stays_in_place = [], False
-        if grads:
-            held = [(i, local) for i, grad in grads if (local := local_of(grad)) is not None]
+        if any(map(EXISTS, grads)):
+            held = [(i, local) for i, grad in enumerate(grads) if (local := local_of(grad)) is not None]
             if self._distributed is not None:
                 held = [(i, local_tensor(gradient)) for i, gradient in held]
             self._find_shared_memory(held)
@@ -75,7 +75,7 @@ class Gradients:
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
         parameters = self._parameters
-        taken = [parameters[i].grad for i in indices]
+        taken: list[Tensor | None] = list(map(GRADIENT, map(parameters.__getitem__, indices)))
         if self._distributed is not None:
             taken = [g if g is None else self._distributed.local(i, g) for i, g in zip(indices, taken, strict=True)]
         if ShardedGradient in set(map(type, taken)):

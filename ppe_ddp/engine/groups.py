@@ -444,13 +444,11 @@ class Groups:
         """The rank in the job for one of these groups; None where torch does not know the group."""
         return dist.get_global_rank(self.parent, rank) if is_registered(self.parent) else None
 
-    def begin_step(self) -> None:
-        """A synchronized backward begins, on all ranks."""
-        self.step += 1
-
     def note(self, activity: Activity, bucket: int = 0) -> None:
         """Note what this rank does now, for the others to see if it is lost."""
-        self.processes.note(self.step, activity, bucket)
+        if activity in (Activity.DONE, Activity.GATHERED):
+            self.processes.completed = self.step, activity, bucket
+        self.processes.write(self.step, activity, bucket, 0)
 
     def skip_step(self, error: BaseException) -> None:
         """This rank has failed before it has sent anything of this step, or has made new connections for it."""
@@ -577,6 +575,13 @@ class Groups:
 
     def check(self) -> None:
         """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
+        self.check_process()
+        used = (self.control, self.parent) if self.is_duplicate and self.world_size > 1 else ()
+        if not is_registered(*used):
+            raise self._destroyed()
+
+    def check_process(self) -> None:
+        """As :meth:`check`, of what a backward may find after its forward: no single group was destroyed since."""
         if os.getpid() != self.pid:
             raise UnusableError(
                 f"rank {self.rank}: this process was forked after the wrapper was made, and its connections "
@@ -585,12 +590,14 @@ class Groups:
             )
         if self.life is Life.UNUSABLE:
             raise UnusableError(self._reason)
-        used = (self.control, self.parent) if self.is_duplicate and self.world_size > 1 else ()
-        if not (dist.is_initialized() and is_registered(*used)):
-            raise UnusableError(
-                f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
-                "init_process_group(), or use the plain module (ddp.module)"
-            )
+        if not dist.is_initialized():
+            raise self._destroyed()
+
+    def _destroyed(self) -> UnusableError:
+        return UnusableError(
+            f"rank {self.rank}: the process group of this wrapper was destroyed; wrap the module again after "
+            "init_process_group(), or use the plain module (ddp.module)"
+        )
 
 
 @dataclass

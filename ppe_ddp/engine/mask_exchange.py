@@ -18,9 +18,9 @@ Each field is written so that the maximum over the ranks tells all of them:
     parameters 24                                                        digest of some parameters (replicas.py)
     learned    32             digest of what this rank has learned: where one has another, all begin anew
 
-A field that is added is written in ``Negotiation.start()`` and read in ``Negotiation.finish()``. It may depend on the
-parameters, buffers and options, on which all ranks agree, and on nothing else: the length of the message changes only
-when all ranks know it, because a transport that gets messages of different lengths may end the process (gloo does).
+A field that is added is given to ``Negotiation.start()``, and comes out of ``Negotiation.finish()``. Its length may
+depend on the parameters, buffers and options, on which all ranks agree, and on nothing else: the message gets another
+length only when all ranks know it, as a transport that is given different lengths may end the process (gloo does).
 """
 
 from __future__ import annotations
@@ -103,8 +103,11 @@ class MaskExchanger:
         self._allocate = allocator(groups.control)
         self.idle: list[Tensor] = []  # messages whose results were read
 
-    def send(self, content: bytearray) -> tuple[Tensor, dist.Work | None]:
-        """Start the MAX all-reduce of a message with this content, in memory that the transport prefers, in place."""
+    def send(self, content: bytearray) -> tuple[Tensor, dist.Work | CommunicationError | None]:
+        """Start the MAX all-reduce of a message with this content, in memory that the transport prefers, in place.
+
+        Gives the message, and its Work, or why it could not be started; None where one rank is alone.
+        """
         while self.idle:
             message = self.idle.pop()
             if message.numel() == len(content):
@@ -117,7 +120,7 @@ class MaskExchanger:
         try:
             work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self.groups.control, async_op=True)
         except CommunicationError as error:  # a transport that knows already that another rank has failed
-            return message, _FailedWork(error.with_traceback(None))  # whose frames would keep the backward
+            return message, error.with_traceback(None)  # whose frames would keep the backward
         return message, work
 
 
@@ -155,7 +158,7 @@ class MaskExchange:
             watch(self._work, arrived)
 
     def _is_under_way(self) -> bool:
-        return self._work is not None and not self._work.is_completed()
+        return isinstance(self._work, dist.Work) and not self._work.is_completed()
 
     def result(self) -> AgreedMask:
         """Wait for the result.
@@ -165,10 +168,9 @@ class MaskExchange:
         """
         groups = self._exchanger.groups
         try:
-            if self._work is not None:
-                groups.failures.wait(self._work, _CPU)
-            if not self._fits and self._send_body() and self._work is not None:
-                groups.failures.wait(self._work, _CPU)
+            self._await_message()
+            if not self._fits and self._send_body():
+                self._await_message()
         except RuntimeError as error:
             if is_explained(error):
                 raise
@@ -186,6 +188,12 @@ class MaskExchange:
             start += len(field)
         return AgreedMask(True, agreed)
 
+    def _await_message(self) -> None:
+        if isinstance(self._work, CommunicationError):
+            raise self._work
+        if self._work is not None:
+            self._exchanger.groups.failures.wait(self._work, _CPU)
+
     def _send_body(self) -> bool:
         """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
 
@@ -193,8 +201,7 @@ class MaskExchange:
         """
         if self._is_body:
             return False
-        if self._work is not None:
-            self._work.wait()  # if it has failed, what came of it is no digest
+        self._await_message()  # if it has failed, what came of it is no digest
         if self._message.numpy()[:_HEADER].tobytes() != self._header:
             return False
         self._is_body = True
@@ -204,17 +211,3 @@ class MaskExchange:
         # double, so that a module that grows a little every step does not pay for it every step
         self._exchanger.capacity = 2 * (_HEADER + size)
         return True
-
-
-class _FailedWork(dist.Work):
-    """Stands for a Work that could not be started, and raises the error in ``wait()``."""
-
-    def __init__(self, error: CommunicationError) -> None:
-        super().__init__()
-        self._error = error
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: object = None) -> bool:
-        raise self._error

@@ -40,6 +40,7 @@ class ModuleState:
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
+        self.has_buffers = bool(self._buffer_slots)  # or had some, which are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from time import perf_counter_ns
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
-from ppe_ddp.engine.completion import APART
 from ppe_ddp.engine.mask_exchange import DIGEST, MaskExchange, MaskExchanger, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
@@ -96,7 +96,7 @@ class BucketSizeMeasurement:
 
     def after_step(self, recorder: Recorder) -> Steps:
         """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
-        nbytes = sum(sum(one.nbytes) for one in recorder.rounds)
+        nbytes = sum(bucket.nbytes for one in recorder.rounds for bucket in one.buckets)
         self._backwards.append((recorder.backward_at - recorder.begin, nbytes))
         self.count += 1
         if self.count != MEASURED_STEPS:
@@ -126,6 +126,7 @@ class BucketSizeMeasurement:
 
 
 _POSITIONS = 1_000_000
+_NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Agreement(NamedTuple):
@@ -133,8 +134,8 @@ class Agreement(NamedTuple):
 
     mask: bytes  # one byte a parameter: whether some rank has its gradient
     statuses: bytes  # one byte a rank: in a mask, whether it contributes
-    writers: bytes  # the maxima of what was given for them
     nodes: bytes  # for each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it
+    writers: bytes = b""  # the maxima of what was given for them
     apart: bytes = b""  # of a mask: what all ranks end together with it (``completion.py``)
     weights: bytes = b""  # of a mask: what the ranks have said of their gradients' weights
     users: bytes = b""  # of a vote: which ranks had the gradients that are averaged where they are used
@@ -243,12 +244,8 @@ class Negotiation:
         *,
         buffers: Mapping[str, Tensor] | None = None,
         is_vote: bool = False,
-        apart: bytes = APART,
-        writers: bytes = b"",
-        weights: bytes = b"",
-        users: bytes = b"",
-        times: bytes = b"",
-        parameters: bytes = b"",
+        said: Mapping[str, bytes] = _NOTHING,
+        own: Mapping[str, bytes] = _NOTHING,
     ) -> MaskExchange:
         """Start to find out which gradients exist on any rank, and each rank's ``status`` (``mask_exchange.py``).
 
@@ -258,18 +255,14 @@ class Negotiation:
             buffers: What :meth:`buffers` gives now.
             is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
                 where they do not negotiate.
-            apart: What this rank does not end together with it (``completion.py``); votes do not say it.
-            writers: Digits of this rank, for each module whose buffers it has written.
-            weights: What this rank says of the weight of its gradients (``weighing.py``); votes do not say it.
-            users: In a vote, which gradients this rank had, of those that are averaged where they are used.
-            times: In a vote, how long this rank took for the step (``stragglers.py``).
-            parameters: In a vote, a digest of some parameters (``replicas.py``).
+            said: Further fields, by name, of which all ranks get the maximum.
+            own: Further fields of which all ranks get what each rank has said.
         """
         groups = self._groups
         if self._generation != groups.generation:
             self._restart()
         if not is_vote:
-            groups.begin_step()
+            groups.step += 1
         groups.note(Activity.VOTE if is_vote else Activity.MASK)
         self._place = f"{'vote' if is_vote else 'mask'} of step {groups.step}"
         if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:
@@ -282,16 +275,11 @@ class Negotiation:
         fields = {"present": bytes(local)}
         if self.node_masks is not None:
             fields["present"], fields["nodes"] = self.node_masks.written(local)
-        fields["writers"] = writers
-        own = {"statuses": bytes([status])}
-        if is_vote:
-            own |= {"users": users, "times": times}
-            fields["parameters"] = parameters
-        else:
-            own["weights"] = weights
-            fields |= {"learned": self._digest_of_learned(), "apart": apart}
+        fields |= said
+        if not is_vote:
+            fields["learned"] = self._digest_of_learned()
         # What is told of each rank lies between zeros for the others: the maxima are what all have said.
-        for name, field in own.items():
+        for name, field in {"statuses": bytes([status]), **own}.items():
             fields[name] = len(field) * self._before + field + len(field) * self._after
         return MaskExchange(self._exchanger, digest, fields)
 

@@ -137,7 +137,7 @@ class PeerProcesses:
     ) -> None:
         self._rank = rank
         self._own = own
-        self._completed = _progress(0, Activity.DONE, 0)
+        self.completed = 0, Activity.DONE, 0  # the last step, activity and bucket that were complete on this rank
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
         self._gone: list[int] = []  # before this process could map their pages
         page = None if own is None else _page(os.getpid())
@@ -150,18 +150,13 @@ class PeerProcesses:
                 self._pages[other] = (address, mapped)
             elif address.node == page.node and _has_ended(address):
                 self._gone.append(other)
-        self._write = _no_page if page is None or own is None else page.writer(own.record)
+        # Called with the step, activity and bucket of this rank, and 0, what it notes of that for the others.
+        self.write = _no_page if page is None or own is None else page.writer(own.record)
 
     @property
     def on_this_node(self) -> Sequence[int]:
         """The other ranks that can be seen."""
         return list(self._pages)
-
-    def note(self, step: int, activity: Activity, bucket: int = 0) -> None:
-        """Note what this rank does now."""
-        if activity in (Activity.DONE, Activity.GATHERED):
-            self._completed = _progress(step, activity, bucket)
-        self._write(step, activity, bucket, _RecordState.WORKS)
 
     def note_wait(self) -> None:
         """Note that this rank waits for others, until it notes something else."""
@@ -181,10 +176,11 @@ class PeerProcesses:
 
     def completing(self) -> Sequence[int]:
         """The ranks of this node that still receive what belongs to a step that is complete on this one."""
+        completed = _progress(*self.completed)
         return [
             rank
             for rank, (address, page) in self._pages.items()
-            if _progress(*_position(page, address.record)[:3]) < self._completed
+            if _progress(*_position(page, address.record)[:3]) < completed
             and _state(page, address.record) is not _RecordState.CLOSED
             and self.condition(rank)[0] is Condition.RUNNING
         ]

@@ -148,7 +148,7 @@ class Recorder:
 
     def trace(self) -> Trace:
         """Convert to the readable form."""
-        buckets = [bucket for record in self.rounds for bucket in record.buckets(self.names, self.begin)]
+        buckets = [bucket for record in self.rounds for bucket in record.traces(self.names, self.begin)]
         repaired = {name for bucket in buckets if bucket.repair for name in bucket.parameters}
         return Trace(
             local=self._named(self.local),
@@ -165,43 +165,49 @@ class Recorder:
         return tuple(name for name, present in zip(self.names, mask, strict=False) if present)
 
 
+@dataclass
+class BucketRecord:
+    """The clock readings of one bucket of one backward. 0 stands for never."""
+
+    ready: int = 0  # when the last of its gradients had arrived
+    launch: int = 0  # when its launch began
+    packed: int = 0  # when its gradients had been packed
+    launched: int = 0  # when the launch was over
+    arrived: int = 0  # when what was sent had arrived from all ranks; known while a timeline is made
+    done: int = 0  # when the end of the backward had come by it
+    nbytes: int = 0  # what this rank has sent
+    goes_in_turns: bool = False  # whether its messages are logged one by one, as those of a compressor are
+
+    def note_arrival(self) -> None:
+        """What it has sent has arrived from all ranks."""
+        self.arrived = perf_counter_ns()
+
+
+@dataclass
 class RoundRecord:
-    """The clock readings of one plan's buckets, a list each. 0 stands for never."""
+    """The records of one plan's buckets."""
 
-    def __init__(self, plan: Plan, *, repair: bool) -> None:
-        count = len(plan.buckets)
-        self.plan = plan
-        self.repair = repair  # whether it is of a second round
-        self.ready = [0] * count  # when the last gradient of the bucket had arrived
-        self.launch = [0] * count  # when its launch began
-        self.packed = [0] * count  # when its gradients had been packed
-        self.launched = [0] * count  # when the launch was over
-        self.arrived = [0] * count  # when what was sent had arrived from all ranks; known while a timeline is made
-        self.done = [0] * count  # when the end of the backward had come by it
-        self.nbytes = [0] * count  # what this rank has sent
-        self.goes_in_turns = False  # whether its messages are logged one by one, as those of a compressor are
+    plan: Plan
+    repair: bool  # whether it is of a second round
+    buckets: list[BucketRecord] = field(default_factory=list)
 
-    def note_arrival(self, k: int) -> None:
-        """What bucket ``k`` has sent has arrived from all ranks."""
-        self.arrived[k] = perf_counter_ns()
-
-    def buckets(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
+    def traces(self, names: tuple[str, ...], begin: int) -> list[BucketTrace]:
         """The launched buckets, in readable form."""
         return [
             BucketTrace(
                 parameters=tuple(names[i] for i in bucket.members),
-                nbytes=self.nbytes[k],
+                nbytes=one.nbytes,
                 # a bucket without gradients of this rank is ready from the beginning
-                ready_ns=(self.ready[k] or self.launch[k]) - begin,
-                launch_ns=self.launch[k] - begin,
-                packed_ns=(self.packed[k] or self.launch[k]) - begin,
+                ready_ns=(one.ready or one.launch) - begin,
+                launch_ns=one.launch - begin,
+                packed_ns=(one.packed or one.launch) - begin,
                 # a launch that raised has no end
-                launched_ns=max(self.launch[k], self.launched[k]) - begin,
-                done_ns=self.done[k] - begin,
+                launched_ns=max(one.launch, one.launched) - begin,
+                done_ns=one.done - begin,
                 repair=self.repair,
             )
-            for k, bucket in enumerate(self.plan.buckets)
-            if self.launch[k]
+            for bucket, one in zip(self.plan.buckets, self.buckets, strict=True)
+            if one.launch
         ]
 
 

@@ -22,7 +22,7 @@ import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
 from ppe_ddp.engine.completion import Completion, SharedParameters, finish, finish_and_conclude
-from ppe_ddp.engine.grad_hooks import ForwardCounter, GradientArrivals, UserGradHooks, owners_of
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.errors import (
@@ -90,7 +90,7 @@ class Reducer(Generic[C]):
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
         self._parameters: Sequence[nn.Parameter] = ()
-        self._arrivals = GradientArrivals((), Reducer._on_grad_accumulated, weakref.ref(self))
+        self._arrivals = GradHooks((), Reducer._on_grad_accumulated, weakref.ref(self))
         self._all[id(self)] = self
 
     # ------------------------------------------------------------------ what there is to synchronize
@@ -101,7 +101,7 @@ class Reducer(Generic[C]):
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self.shared.share(module_state, owners_of(self._parameters))
-        self._arrivals = GradientArrivals(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
+        self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
         self._user_grad_hooks = UserGradHooks(self._parameters)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
         self.shared.take_turns()
@@ -170,7 +170,7 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
-            if Weights.are_used() and self._arrivals.reached():
+            if Weights.were_used and self._arrivals.reached():
                 self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
@@ -184,7 +184,8 @@ class Reducer(Generic[C]):
     def _begin_once(self) -> bool:
         """Begin the backward that runs on this thread; whether it had not begun."""
         with self._lock:
-            self._forget_failed()
+            if self._started is not None:
+                self._forget_failed()
             if self._backward is not None and self._running() is not None:
                 return False
             self._begin()
@@ -210,11 +211,13 @@ class Reducer(Generic[C]):
         """Called by autograd: the gradient of parameter ``index`` was accumulated in its ``.grad``."""
         if (self := owner()) is None:
             return
-        self._arrivals.note_stream(index)
+        if (streams := self._arrivals.streams) is not None:
+            streams.note_stream(index)
         with self._lock:
             if not self.enabled:
                 self._running()
-                self.synchronizer.weights.note(index, is_synchronized=False)
+                if Weights.were_used:
+                    self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
                 return
             backward = self._backward
@@ -267,6 +270,13 @@ class Reducer(Generic[C]):
             "call finish_grad_sync() alone, after it"
         )
 
+    def _refuse_compiled(self) -> NoReturn:
+        raise UnusableError(
+            f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not supported: turn it off "
+            "(torch._dynamo.config.compiled_autograd = False); torch.compile of the module, of the wrapper or of the "
+            "whole step works without it"
+        )
+
     def _launch_if_agreed(self, backward: Backward) -> None:
         if self.synchronizer.is_agreed(backward):
             with torch.no_grad():
@@ -287,14 +297,10 @@ class Reducer(Generic[C]):
             return None
         try:
             if is_in_compiled_autograd():
-                raise UnusableError(
-                    f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not "
-                    "supported: turn it off (torch._dynamo.config.compiled_autograd = False); torch.compile of the "
-                    "module, of the wrapper or of the whole step works without it"
-                )
+                self._refuse_compiled()
             reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
-            if accumulates:
+            if accumulates and Weights.were_used:
                 self.synchronizer.weights.note(arrived, is_synchronized=True)
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
@@ -306,16 +312,17 @@ class Reducer(Generic[C]):
             at_end_of_backward(callback)
         if not accumulates:
             return None
-        self._forget_failed()
-        self.groups.check()
-        self._arrivals.check(self.groups.rank)
+        if self._started is not None:
+            self._forget_failed()
+        self.groups.check_process()
+        if self._arrivals.streams is not None:
+            self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
         backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
         backward.alive = self._end_callback
         callback.backward = self._backward = backward
-        self.synchronizer.finish_gathers()
-        is_put_off = self._sync_hooks or self.synchronizer.is_closed or backward.turn is not None
+        is_put_off = self.synchronizer.must_renew() or self._sync_hooks or backward.turn is not None
         if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
             backward.expect(reached)
             try:
@@ -411,8 +418,7 @@ class Reducer(Generic[C]):
             self._count_arrived(backward)
 
     def _start_negotiation(self, backward: Backward) -> Steps:
-        self.synchronizer.finish_gathers()
-        if self.synchronizer.is_closed:
+        if self.synchronizer.must_renew():
             yield from self.synchronizer.renewing()
         self.synchronizer.start_negotiation(backward)
 

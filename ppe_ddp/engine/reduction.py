@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.plan import BucketPlan
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -43,8 +44,7 @@ class Reduction(ABC):
         may_resize: Whether the flat buffer may be made larger meanwhile.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
         is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
-        is_plain_average: Whether anything else that averages may take the place of what is called, and nothing of it
-            is checked.
+        is_plain_average: Whether nothing is called: buckets go by :meth:`start_average` and :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
         may_launch: Tells whether the next bucket can be launched without waiting for those ahead of it; None where it
             always can.
@@ -65,6 +65,7 @@ class Reduction(ABC):
         self._groups = groups
         self._has_warned = False
         self.mean_factor = 1.0 / groups.world_size
+        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
 
     @property
     def progress(self) -> HookProgress | None:
@@ -84,44 +85,63 @@ class Reduction(ABC):
         """Finds out which gradients exist on one node only; None where that makes no difference."""
         return None
 
-    def start(self, bucket: GradBucket, node: int | None = None) -> Waitable | None:
-        """Start the reduction of ``bucket``; None if it is done.
-
-        ``node`` is the only one on which its gradients exist, where :meth:`node_masks` has found that out.
-        """
+    def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
+        """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
+        group, node = self._groups.buckets, plan.node
+        if self._groups.world_size == 1:
+            return None
         try:
-            return self._call(bucket) if node is None else self._call_of_node(bucket, node)
+            if node is not None:
+                backend: Any = backend_for(group, flat.device)
+                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
+            op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
+            return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
+        except Exception as error:
+            annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
+            raise
+
+    def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
+        """Wait for the all-reduce, whose result is in place."""
+        try:
+            self._groups.failures.wait(pending, plan.device)
+        except PeerAbortedError:
+            raise
+        except RuntimeError as error:
+            raise self._failed(self._described(names, plan.index), error) from error
+
+    def start(self, bucket: GradBucket) -> Waitable | None:
+        """Start the reduction of ``bucket`` by the function or hook; None if it is done."""
+        try:
+            return self._call(bucket)
         except Exception as error:
             self._annotate(error, bucket)
             raise
 
-    def wait(self, bucket: GradBucket, pending: Waitable) -> None:
-        """Wait for ``pending``; its result is for :meth:`finish`."""
-        try:
-            self._await(bucket, pending)
-        except Exception as error:
-            self._annotate(error, bucket)
-            raise
-
-    def _await(self, bucket: GradBucket, pending: Waitable) -> object:
+    def wait(self, bucket: GradBucket, pending: Waitable) -> object:
         """Wait for ``pending``; what goes wrong in an all-reduce that only this library knows of is the transport's."""
         try:
             return self._groups.failures.wait(pending, bucket.buffer().device)
-        except RuntimeError as error:
-            if isinstance(error, PeerAbortedError) or not self.is_all_reduce:
+        except Exception as error:
+            if isinstance(error, PeerAbortedError) or not (self.is_all_reduce and isinstance(error, RuntimeError)):
+                self._annotate(error, bucket)
                 raise
-            raise CommunicationError(
-                f"{self.describe(bucket)}: the all-reduce failed: {error}. An error or a crash on another rank ends "
-                "here: look for the first traceback of all ranks."
-            ) from error
+            failed = self._failed(self.describe(bucket), error)
+            self._annotate(failed, bucket)
+            raise failed from error
+
+    def _failed(self, where: str, error: RuntimeError) -> CommunicationError:
+        return CommunicationError(
+            f"{where}: the all-reduce failed: {error}. An error or a crash on another rank ends here: look for the "
+            "first traceback of all ranks."
+        )
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending`` and see that the result is in the buffer of ``bucket``, an alias of ``memory``.
 
         Returns what this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
         """
+        value = None if pending is None else self.wait(bucket, pending)
         try:
-            value = None if pending is None else self._await(bucket, pending)
             self._accept(bucket, value)
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
@@ -136,9 +156,6 @@ class Reduction(ABC):
 
     @abstractmethod
     def _call(self, bucket: GradBucket) -> Waitable | None: ...
-
-    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable | None:
-        raise AssertionError("has not asked for nodes")
 
     def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # most are in place by then
         """Put ``value``, which was waited for, into ``bucket``."""
@@ -162,9 +179,11 @@ class Reduction(ABC):
 
     def describe(self, bucket: GradBucket) -> str:
         """Rank, bucket and parameters, for messages."""
-        names = bucket.names()
+        return self._described(bucket.names(), bucket.index())
+
+    def _described(self, names: Sequence[str], index: int) -> str:
         some = ", ".join(repr(name) for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        return f"rank {self._groups.rank}, bucket {bucket.index()} with {some}"
+        return f"rank {self._groups.rank}, bucket {index} with {some}"
 
 
 class FunctionReduction(Reduction):
@@ -173,17 +192,15 @@ class FunctionReduction(Reduction):
     def __init__(self, function: ReduceFunction, groups: Groups) -> None:
         super().__init__(groups)
         self._function = function
-        self._averaging = {kind for kind, name in backends_of(groups.buckets).items() if name in _AVERAGING}
         self._takes_divided = bool(getattr(function, "takes_divided", False))
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
 
     def division(self, device: torch.device) -> Division:
-        """As the function declares; a backend that can averages for the default one."""
-        if self.is_plain_average and device.type in self._averaging:
-            return Division.BY_BACKEND
-        return Division.DONE if self._takes_divided else Division.BY_FUNCTION
+        """As the function declares; a backend that can divides plain averages."""
+        is_divided = device.type not in self._averaging if self.is_plain_average else self._takes_divided
+        return Division.DONE if is_divided else Division.BY_FUNCTION
 
     def node_masks(self) -> NodeMasks | None:
         """Of the group, if its backend knows nodes: it averages as the default function does."""
@@ -194,17 +211,9 @@ class FunctionReduction(Reduction):
         """The function's name."""
         return f"reduce_function {name_of(self._function)}"
 
-    def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending``; the result of a plain average is in place, and is not checked."""
-        if not self.is_plain_average:
-            return super().finish(bucket, pending, memory)
-        if pending is not None:
-            self._await(bucket, pending)
-        return None
-
     def _call(self, bucket: GradBucket) -> Waitable | None:
         pending = self._function(bucket, self._groups.buckets)
-        if pending is None or self.is_plain_average:
+        if pending is None:
             return pending
         if is_waitable(pending):
             self.turns = frozenset()
@@ -213,12 +222,6 @@ class FunctionReduction(Reduction):
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"
         )
-
-    def _call_of_node(self, bucket: GradBucket, node: int) -> Waitable:
-        bucket.divide(self._groups.world_size)
-        backend = backend_for(self._groups.buckets, bucket.buffer().device)
-        work: Waitable = backend.sum_of_node(bucket.buffer(), node)
-        return work
 
 
 class HookReduction(Reduction):

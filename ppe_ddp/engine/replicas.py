@@ -9,9 +9,10 @@ may differ from rank to rank: every rank broadcasts the same list, with a copy i
 
 Parameters stay the same as long as all ranks change them alike. Whether they do is compared, a part in each step:
 
-    the vote of a synchronization    a hundredth of the parameters' memory is added up as integers, tensor by tensor
-    the vote of the next one         carries a digest of the sums: 24 bytes, however many ranks there are
-    where that differs               one more message, with the sums of all ranks, names ranks and parameters
+    every 8th synchronization    while its last messages are under way, an 11th of the parameters' memory is added up
+                                 as integers, tensor by tensor
+    the vote of the next such    carries a digest of the sums: 24 bytes, however many ranks there are
+    where that differs           one more message, with the sums of all ranks, names ranks and parameters
 
 Between a synchronization and the optimizer's step all ranks have the same parameters, whatever the optimizer is.
 """
@@ -270,10 +271,12 @@ def _digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)
 
 
-_STEPS = 100
-"""In which all parameters are compared once."""
-_LEAST_BYTES = 1 << 12  # in one step
+_PARTS, _EVERY = 11, 8
+"""In how many parts all parameters are compared, and a part in so many steps: with its digest, within 100 steps."""
+_LEAST_BYTES = 1 << 12  # of a part; below 8 times as many it costs little, and there is one in more of the steps
 _STEP_BYTES = 4
+NOT_DUE = bytes(2 * (_STEP_BYTES + 8))
+"""What a rank says that has nothing to compare."""
 _CPU = torch.device("cpu")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ADDRESS = torch.Tensor.data_ptr
@@ -289,19 +292,20 @@ class DriftCheck:
         self._groups, self.raises = groups, raises
         self._specs, self._parameters = module_state.specs, module_state.local_parameters()
         self._starts = [0, *accumulate(spec.nbytes for spec in self._specs)]
-        self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _STEPS)) * 8)
+        self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _PARTS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
+        self.every = min(_EVERY, self._part // _LEAST_BYTES)  # a part is looked at, and compared, in so many steps
         self._known: dict[int, tuple[list[nn.Parameter], list[int], list[Callable[[], Tensor]]]] = {}
-        self._step, self._generation = 0, groups.generation
+        self._step = self._next = 0  # of the part that was added up last, and of the one to come; 0 for none
+        self._generation = groups.generation
         self._sums: list[Tensor] = []
         self._sent: list[int] | None = None
-        self._field = b""
-        self._equal = 0  # how many comparisons have found nothing since one did
+        self._equal = 0  # how many comparisons there were since one has found something
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
 
     def field(self, *, takes_part: bool) -> bytes:
-        """What this rank says in a vote: of what it has looked at in the last one. Looks at the next part.
+        """What this rank says in a vote of the part that it has seen last; in the steps of :attr:`every`.
 
         It ``takes_part`` if it has the same parameters as the others, which a rank that has joined has not.
         """
@@ -312,14 +316,21 @@ class DriftCheck:
         generation, self._generation = self._generation, self._groups.generation
         # A distributed optimizer's step that has failed leaves parts of parameters behind, until one that succeeds.
         is_behind = generation != self._generation or any(gather.is_behind for gather in self._groups.gathers)
-        looks = takes_part and not is_behind
-        self._step = self._groups.step % (1 << 8 * _STEP_BYTES) if looks else 0
-        self._sums = self._add_up(self._step % self._parts) if looks else []
-        self._field = field if takes_part else bytes(len(field))
-        return self._field
+        self._step, self._sums = 0, []
+        self._next = self._groups.step % (1 << 8 * _STEP_BYTES) if takes_part and not is_behind else 0
+        self._equal += 1
+        if self._equal > self._parts:
+            self._reported.clear()  # all have been the same since
+        return field if takes_part else NOT_DUE
+
+    def look(self) -> None:
+        """Look at the next part, once the vote is under way: the host has nothing else to do then."""
+        if self._next:
+            self._sums = self._add_up(self._next // self.every % self._parts)
+            self._step, self._next = self._next, 0
 
     def _add_up(self, part: int) -> list[Tensor]:
-        """The sums of the bits of each piece of one part. On GPUs they are only launched, and read in the next step."""
+        """The sums of the bits of each piece of one part. On GPUs they are only launched, and read with the next."""
         known = self._known.get(part)
         # To ask for its address waits for a parameter that is being gathered.
         if known is None or list(map(_ADDRESS, known[0])) != known[1]:
@@ -330,9 +341,8 @@ class DriftCheck:
             known = self._known[part] = parameters, [*map(_ADDRESS, parameters)], [_adding_up(*one) for one in pieces]
         return [add_up() for add_up in known[2]]
 
-    def _pieces(self, step: int) -> Sequence[tuple[int, int, int]]:
-        """The part looked at in ``step``: parameters by index, each with its first and last element in memory."""
-        part = step % self._parts
+    def _pieces(self, part: int) -> Sequence[tuple[int, int, int]]:
+        """What belongs to a part: parameters by index, each with its first and last element in memory."""
         begin, end = part * self._part, (part + 1) * self._part
         pieces = []
         i = bisect_right(self._starts, begin) - 1
@@ -345,21 +355,24 @@ class DriftCheck:
             i += 1
         return pieces
 
+    def comparing(self, field: bytes) -> Steps:
+        """Name the ranks that differ, if ``field``, the maxima of all ranks' fields, tells of a difference."""
+        if self.differs(field):
+            yield from self._find_ranks(field)
+
     def differs(self, field: bytes) -> bool:
         """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
-        is_other = field != self._field
-        found = is_other and is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
-        self._equal = 0 if found else self._equal + 1
-        if self._equal > self._parts:
-            self._reported.clear()  # all have been the same since
+        found = is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
+        if found:
+            self._equal = 0
         return found
 
-    def find_ranks(self, field: bytes) -> Steps:
+    def _find_ranks(self, field: bytes) -> Steps:
         """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks.
 
         ``field`` has the maxima of the ranks' fields, which also those have that take no part.
         """
-        pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big"))
+        pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big") // self.every % self._parts)
         names = [self._specs[i].name for i, _, _ in pieces]
         rank, size = self._groups.rank, self._groups.world_size
         table = allocator(self._groups.control)(size * (len(names) + 1), torch.int64, _CPU).zero_().view(size, -1)
@@ -422,8 +435,8 @@ def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[
 def _text(found: Mapping[str, Sequence[int]], ranks: Sequence[int], step: int) -> str:
     who = f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}"
     return (
-        f"parameters have come to differ between the ranks: {who} in {_some(list(found))} (seen in step {step}; each "
-        "step compares a part). One rank alone has stepped its optimizer, or loaded or assigned values, or its memory "
+        f"parameters have come to differ between the ranks: {who} in {_some(list(found))} (seen in step {step}; a part "
+        "is compared at a time). One rank alone has stepped its optimizer, or loaded or assigned values, or its memory "
         "or arithmetic fails. check_in_sync() lists everything that differs; load a checkpoint on every rank to go on "
         "alike"
     )

@@ -33,18 +33,25 @@ from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog, span
 from ppe_ddp.engine.reduction import BLOCKING
-from ppe_ddp.engine.replicas import BufferWrites, DriftCheck, broadcasting, broadcasting_buffers, sources_of
+from ppe_ddp.engine.replicas import (
+    NOT_DUE,
+    BufferWrites,
+    DriftCheck,
+    broadcasting,
+    broadcasting_buffers,
+    sources_of,
+)
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
-from ppe_ddp.weighing import Weights, WhereUsed
+from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Generator, Sequence
+    from collections.abc import Callable, Container, Sequence
 
     from torch import Tensor
 
-    from ppe_ddp.contracts import BroadcastFunction, Probe
+    from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
     from ppe_ddp.engine.completion import Steps
@@ -53,7 +60,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.errors import NonFiniteGradientError
@@ -211,9 +217,11 @@ class BucketSynchronizer(Synchronizer):
         if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
         has_gradients = any(local) and not (backward.is_manual and weights.are_zeros())
-        said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
+        said = SAID[has_gradients]
+        if weights.is_weighed or backward.is_manual:
+            said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
         with span("negotiate") if self.ranges else nullcontext():
-            if self._policy.broadcast_buffers is not None:
+            if self._policy.broadcast_buffers is not None and self._module_state.has_buffers:
                 backward.buffers = self._module_state.buffers()
             if backward.buffers:
                 is_writer = self._buffer_writes.of(backward.buffers)
@@ -222,9 +230,11 @@ class BucketSynchronizer(Synchronizer):
                 local,
                 not backward.silent,
                 buffers=backward.buffers,
-                apart=TOGETHER if backward.is_manual and backward.silent else apart,
-                writers=highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
-                weights=said,
+                said={
+                    "apart": TOGETHER if backward.is_manual and backward.silent else apart,
+                    "writers": highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
+                },
+                own={"weights": said},
             )
         backward.launch_triggers = self.negotiation.planner.launch_triggers
         backward.recorder.asked_at = perf_counter_ns()
@@ -251,7 +261,8 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         backward.agreement = answer
-        backward.weight = self.weights.factor(answer.weights)
+        if answer.weights.strip(UNWEIGHTED_BYTES):
+            backward.weight = self.weights.factor(answer.weights)
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
@@ -278,7 +289,8 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> Steps:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
-            yield from self._committing(b"")
+            if self.commits is not None:
+                yield from self.commits()
             self._complete_alone(backward)
             return
         if backward.schedule is None and backward.exchange is not None:
@@ -288,17 +300,15 @@ class BucketSynchronizer(Synchronizer):
             yield from backward.turn.wait()
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
-        recorder, late = backward.recorder, backward.late
-        if backward.unexpected and not (backward.silent or self.weights.is_nothing):
-            late.update(self.gradients.take_present(backward.unexpected))
-        recorder.vote_at = perf_counter_ns()
-        if self._finite is not None:
-            self._finite.look(late.keys(), late.values())
         vote = self._vote(backward)
         yield from schedule.finish()
-        outcome = yield from self._outcome(vote)
-        recorder.control_nbytes += vote.nbytes
-        statuses = self._dropped_forwards.unpack(outcome.statuses)
+        yield vote.done
+        outcome = self.negotiation.finish(vote, b"")
+        backward.recorder.control_nbytes += vote.nbytes
+        self.times.note(outcome.times)
+        if self.drift is not None and outcome.parameters != vote.fields["parameters"]:
+            yield from self.drift.comparing(outcome.parameters)
+        statuses = self._dropped_forwards.unpack(outcome.statuses) if any(outcome.statuses) else b""
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, self._groups, statuses)
             self._drop(backward, error)
@@ -306,7 +316,6 @@ class BucketSynchronizer(Synchronizer):
         backward.averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
-            backward.averaged = bytes(map(or_, backward.averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
         if backward.buffers:
@@ -315,24 +324,13 @@ class BucketSynchronizer(Synchronizer):
             self.put_back(backward)
             self._groups.note(Activity.DONE)
             raise aborted_error(self._groups.rank, self._groups.step, statuses)
-        recorder.averaged_at = perf_counter_ns()
-        yield from self._committing(statuses)
-        self._hand_over(backward, outcome.users)
-        self._groups.note(Activity.DONE)
-        self.times.end_step()
-
-    def _committing(self, statuses: Sequence[int]) -> Steps:
+        backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-
-    def _outcome(self, vote: MaskExchange) -> Generator[Probe | None, None, Agreement]:
-        yield vote.done
-        outcome = self.negotiation.finish(vote, b"")
-        self.times.note(outcome.times)
-        if self.drift is not None and self.drift.differs(outcome.parameters):
-            yield from self.drift.find_ranks(outcome.parameters)
-        return outcome
+        self._hand_over(backward, outcome.users)
+        self._groups.note(Activity.DONE)
+        self.times.end_step()
 
     def _complete_alone(self, backward: Backward) -> None:
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
@@ -427,15 +425,22 @@ class BucketSynchronizer(Synchronizer):
 
     def _vote(self, backward: Backward) -> MaskExchange:
         """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
-        mask = bytearray(self._nothing)
-        for i in backward.late:
+        late, found, mask = backward.late, 0, bytearray(self._nothing)
+        if backward.unexpected and not (backward.silent or self.weights.is_nothing):
+            late.update(self.gradients.take_present(backward.unexpected))
+        for i in late:
             mask[i] = 1
-        found = 0 if self._finite is None else self._finite.status
+        backward.recorder.vote_at = perf_counter_ns()
+        if self._finite is not None:
+            self._finite.look(late.keys(), late.values())
+            found = self._finite.status
         status = pack_status(backward.aborted | found, backward.dropped)
         is_writer = backward.is_writer
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
-        users, has_parameters = b"", not backward.has_run_out
+        users, drift, said = b"", self.drift, b"" if self.drift is None else NOT_DUE
+        if drift is not None and self._groups.step % drift.every == 0:
+            said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(backward.schedule.held | backward.late.keys())
         # What comes late depends on time, also where all ranks have the same gradients.
@@ -443,11 +448,11 @@ class BucketSynchronizer(Synchronizer):
             mask,
             status,
             is_vote=True,
-            writers=writers,
-            users=users,
-            times=self.times.field(backward.recorder.backward_at),
-            parameters=b"" if self.drift is None else self.drift.field(takes_part=has_parameters),
+            said={"writers": writers, "parameters": said},
+            own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
+        if said is not NOT_DUE and drift is not None:
+            drift.look()
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
@@ -497,3 +502,4 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
+        backward.averaged = bytes(map(or_, backward.averaged, agreed))

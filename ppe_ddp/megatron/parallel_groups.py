@@ -324,7 +324,7 @@ class ModelParallel:
 
     def _begin_step(self, connected: Sequence[Groups]) -> None:
         for groups in connected:
-            groups.begin_step()
+            groups.step += 1
 
     def communicate(self, groups: Groups, start: Callable[[], Waitable], device: torch.device) -> None:
         """Wait for the collective that ``start`` begins in ``groups``, or until a rank of it reports a failure."""

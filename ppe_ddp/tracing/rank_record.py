@@ -186,23 +186,23 @@ def spans_of_backward(r: Recorder) -> Iterator[Span]:
 
 
 def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
-    for k, bucket in enumerate(record.plan.buckets):
-        begin, end = record.launch[k], record.done[k]
+    for k, one in enumerate(record.buckets):
+        begin, end = one.launch, one.done
         if not begin or not end:
             continue  # its launch has raised
         name = f"{'late ' if record.repair else ''}{k}"
-        packed, launched = max(begin, record.packed[k]), record.launched[k]
-        arrived = record.arrived[k] or end  # not every transport tells
-        if bucket.sparse:
+        packed, launched = max(begin, one.packed), one.launched
+        arrived = one.arrived or end  # not every transport tells
+        if record.plan.buckets[k].sparse:
             packed = max(packed, backward_at)  # sparse gradients are sent only then
         elif arrived == launched:
             yield Span("pack", name, begin, packed)
             if launched <= backward_at:
                 yield Span("wait", "for a function that blocks", packed, launched)
         else:
-            yield Span("pack", name, begin, packed if record.goes_in_turns else launched)
-        if not record.goes_in_turns:
-            yield Span("bucket", name, packed, max(packed, min(arrived, end)), record.nbytes[k])
+            yield Span("pack", name, begin, packed if one.goes_in_turns else launched)
+        if not one.goes_in_turns:
+            yield Span("bucket", name, packed, max(packed, min(arrived, end)), one.nbytes)
 
 
 class Recording:

@@ -76,7 +76,7 @@ MUTANTS = [
         # what exists
         ("a late gradient is not voted for", SYNC, "_vote", "mask[i] = 1", "mask[i] = 0"),
         ("what is in .grad already is not negotiated", gradients.Gradients, "existing", "mask[i] = 1", "pass"),
-        ("a gradient that nobody expected is left out", SYNC, "complete", "late.update(", "bool("),
+        ("a gradient that nobody expected is left out", SYNC, "_vote", "late.update(", "bool("),
         ("an unexpected arrival is not noted", REDUCER, "_count_arrived", "backward.unexpected.append(i)", "pass"),
         ("a second arrival counts as the first", REDUCER, "_count_arrived", "waiting[i] -= 1", "pass"),
         ("a second round is never made", SYNC, "complete", "if any(outcome.mask):", "if False:"),
@@ -97,7 +97,7 @@ MUTANTS = [
         (
             "the vote says what the mask said",
             SYNC,
-            "_outcome",
+            "complete",
             'negotiation.finish(vote, b"")',
             'negotiation.finish(vote, b"")._replace(mask=self._nothing)',
         ),
@@ -129,8 +129,8 @@ MUTANTS = [
             "the last bucket is not waited for",
             bucket.LaunchSchedule,
             "finish",
-            "enumerate(self.buckets)",
-            "enumerate(self.buckets[:-1] or self.buckets)",
+            "zip(self.buckets, self.record.buckets, strict=True)",
+            "zip(self.buckets[:-1] or self.buckets, self.record.buckets, strict=False)",
         ),
         (
             "the order is learned by each rank alone",
@@ -192,7 +192,7 @@ MUTANTS = [
             "backward.agreement.senders(writers)",
             "[0] * len(backward.agreement.senders(writers))",
         ),
-        ("who has written buffers is asked of the vote alone", SYNC, "_vote", "writers=writers", 'writers=b""'),
+        ("who has written buffers is asked of the vote alone", SYNC, "_vote", '"writers": writers', '"writers": b""'),
         ("buffers count as written for ever", SYNC, "_broadcast_buffers", "self.note_buffers()", "pass"),
         (
             "NaN drops the step on one rank",
@@ -204,7 +204,7 @@ MUTANTS = [
         (
             "NaN in a late gradient is not looked for",
             SYNC,
-            "complete",
+            "_vote",
             "self._finite.look(late.keys(), late.values())",
             "pass",
         ),
@@ -327,7 +327,7 @@ MUTANTS = [
             "has_told = self._model.groups.parent, is_awaited",
             "has_told = self._model.groups.parent, True",
         ),
-        ("split: gathers stay in flight", backward.Synchronizer, "finish_gathers", "self.groups[1:]", "()"),
+        ("split: gathers stay in flight", backward.Synchronizer, "must_renew", "self.groups[1:]", "()"),
         ("split: experts are clipped apart", COPIES, "agreeing", "self._parallel.tells_all", "self.is_split"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
         (

@@ -26,7 +26,7 @@ from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.torch_internals import without_torch_function
+from ppe_ddp.torch_internals import GRADIENT, without_torch_function
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
 
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _HALVES = (torch.float16, torch.bfloat16)
 _UNIT_BYTES = 4 << 20
 _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
@@ -145,7 +144,7 @@ class ShardedParameters(ShardedModel):
         places = [self._index[i] for i in indices]
         parameters = [self._parameters[k] for k in places]
         contents = [self._contents[k] for k in places]
-        if not all(map(is_, map(_GRAD, parameters), repeat(None))):
+        if not all(map(is_, map(GRADIENT, parameters), repeat(None))):
             return False
         dtype = averages[0].dtype
         if any(isinstance(c.weight, torch.Tensor) and c.weight.dtype is not dtype for c in contents):
@@ -204,7 +203,7 @@ class ShardedParameters(ShardedModel):
     def _are_averaged(self) -> bool:
         """Whether there is an average of every gradient, and nothing was added to it: as in most steps."""
         with without_torch_function():
-            are_marked = all(map(is_, map(_GRAD, self._parameters), self._marks))
+            are_marked = all(map(is_, map(GRADIENT, self._parameters), self._marks))
         return are_marked and all([content.local is None for content in self._contents])
 
     def assign_gradients(self) -> list[bool]:
