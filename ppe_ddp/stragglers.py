@@ -66,7 +66,6 @@ class RankTimes:
         self._slow: set[int] = set()
 
     def begin_forward(self) -> None:
-        """A forward begins."""
         if not self._forward_at:
             self._forward_at = perf_counter_ns()
 

@@ -210,7 +210,6 @@ class BufferSynchronizer(Synchronizer):
         backward.enter(Phase.NEGOTIATING)
 
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the agreed masks of all reduction groups have arrived."""
         return all(exchange.done() for exchange in self._exchanges)
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
@@ -406,14 +405,12 @@ class BufferSynchronizer(Synchronizer):
             raise error
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by ``factor``."""
         for buffer in self.buffers:
             buffer.scale_gradients(factor)
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def clear(self) -> None:
-        """Set all gradients to zero."""
         for buffer in self.buffers:
             buffer.reset()
         for bucket in self._buckets:
@@ -462,7 +459,6 @@ class BufferSynchronizer(Synchronizer):
         return schedule
 
     def _add_averages(self, group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
-        """Add the averages of late gradients to ``main_grad``."""
         for j, average in zip(members, averages, strict=True):
             i = group.indices[j]
             self._buckets[self.layout.bucket_of[i]].add(i, average)

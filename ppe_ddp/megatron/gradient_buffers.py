@@ -70,7 +70,6 @@ class ParamAndGradBuffer:
                     parameters[i].data = slot.copy_(parameters[i].detach())
 
     def grads(self, bucket: BucketRange) -> Tensor:
-        """The gradients of one bucket, padding included."""
         return self.grad_data.narrow(0, bucket.start, bucket.padded)
 
     def values(self, bucket: BucketRange) -> Tensor:
@@ -136,11 +135,9 @@ class MainGradients:
         return mask
 
     def index_of(self, parameter: nn.Parameter) -> int:
-        """The number of a parameter that has a ``main_grad``."""
         return self._index[id(parameter)]
 
     def was_averaged(self, parameter: nn.Parameter) -> bool:
-        """Whether some rank had a gradient of ``parameter``."""
         return bool(self.averaged[self._index[id(parameter)]])
 
     def mark_averaged(self, parameter: nn.Parameter) -> None:
@@ -292,7 +289,6 @@ class BufferBucket(DenseBucket):
         return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
-        """Note that the buffer was zeroed."""
         self._is_reduced = False
         self._carried = None
 
@@ -310,7 +306,6 @@ class BufferBucket(DenseBucket):
                     self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Note that the buffer was multiplied by ``factor``."""
         if self._carried is not None:
             self._carried.mul_(factor)
 
@@ -356,7 +351,6 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        """Wait for the result."""
         yield from super().finish() if self._scatter is None else self._scatter.finish(self)
 
     def averages(self) -> list[Tensor]:

@@ -338,7 +338,7 @@ class DistributedOptimizer(Optimizer):
         """
         self.synchronize()
         self._flat_step.separate()
-        return optimizer_state.collect(self._inner, [*self._masters], self._model)
+        return optimizer_state.collect(self._inner, self._masters, self._model)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -350,7 +350,7 @@ class DistributedOptimizer(Optimizer):
         """
         self._gather.finish()
         self._flat_step.separate()
-        moved = optimizer_state.restore(self._inner, [*self._masters], self._model, state_dict)
+        moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
         self._send([index in indices for index in range(len(self._model.shards))])
         self._gather.finish()

@@ -337,7 +337,6 @@ class RegionMemory:
     filled: bool = False  # the values are there already, because the memory is the checkpoint's own
 
     def put(self, piece: Piece, values: Tensor) -> None:
-        """Copy the flat ``values`` of a piece to their place."""
         if self.filled:
             return
         place = self.target

@@ -427,7 +427,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.numel * self.routed.dtype.itemsize
 
 

@@ -482,7 +482,6 @@ class _WrapperOnTrial:
             found.problems.append(f"training ({self._name}): after wrapping, {', '.join(wrong)} should be rank 0's")
 
     def run(self) -> None:
-        """Take all steps."""
         copies = [copy.deepcopy(self._module) for _ in range(self._size)]
         for number, (step, set_to_none) in enumerate(_STEPS):
             for twin in copies:
@@ -539,7 +538,6 @@ class _WrapperOnTrial:
 
 
 def _average(copies: Sequence[nn.Module]) -> dict[str, tuple[Tensor, float] | None]:
-    """The mean of each gradient, which all get, in float64, and its largest element on any; None where none has it."""
     means: dict[str, tuple[Tensor, float] | None] = {}
     for (name, first), *others in zip(*(twin.named_parameters() for twin in copies), strict=True):
         parameters = [first, *(parameter for _, parameter in others)]

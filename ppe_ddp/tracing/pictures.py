@@ -171,7 +171,6 @@ class _Drawing:
         self.height += _LANE
 
     def draw(self, axis: Any, width: float) -> None:
-        """Draw it on ``axis``, which is ``width`` milliseconds wide."""
         axis.set_xlim(0, width * 1.005)
         axis.set_ylim(self.height - _GAP + 0.3, -0.3)
         for _, top, spans in self.rows:
@@ -269,7 +268,6 @@ def _draw_heat_map(ranks: Sequence[tuple[int, Presence]], path: Path) -> None:
 
 
 def _colour(presence: Presence, step: int, members: Sequence[int]) -> int:
-    """The index of the colour of some parameters in one step."""
     if any(presence.local[step][i] == "1" for i in members):
         return 2
     return 1 if any(presence.agreed[step][i] == "1" for i in members) else 0
