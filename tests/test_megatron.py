@@ -346,22 +346,6 @@ def test_an_iteration(options):
 
 
 @on_two_ranks
-def test_without_overlap_nothing_is_sent_before_finish():
-    model, rank = wrap(), dist.get_rank()
-    loss(model, rank).backward()
-    assert model.trace() is None
-    hold(model, mean_of_own(model.module, rank))
-    model.finish_grad_sync()
-    hold(model, mean_of(model.module))
-
-
-def mean_of_own(module, rank):
-    twin = copy.deepcopy(module)
-    loss(twin, rank).backward()
-    return [parameter.grad for parameter in twin.parameters()]
-
-
-@on_two_ranks
 def test_with_overlap_buckets_leave_in_reverse_order():
     model, rank = wrap(overlap_grad_reduce=True, bucket_size=20), dist.get_rank()
     loss(model, rank).backward()

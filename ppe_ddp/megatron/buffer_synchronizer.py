@@ -31,8 +31,15 @@ from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
-from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
-from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
+from ppe_ddp.megatron.gradient_buffers import (
+    BufferBucket,
+    BufferKind,
+    Item,
+    MainGradients,
+    ParamAndGradBuffer,
+    ReductionGroup,
+    lay_out,
+)
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
 
 if TYPE_CHECKING:
@@ -157,7 +164,7 @@ class BufferSynchronizer(Synchronizer):
 
     def place_of(self, parameter: nn.Parameter) -> str:
         """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
-        index = self.gradients.index_of(parameter)
+        index = self.gradients.index[id(parameter)]
         extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
             return ""
@@ -323,9 +330,9 @@ class BufferSynchronizer(Synchronizer):
                 EventLog.current.add("wait", "for results", begin)
 
     def end_step(self, *, is_taken: bool) -> None:
-        """All chunks of the model are complete on all its ranks, or all drop the step."""
+        """All chunks are complete on all ranks of the model, or all drop the step: compressors remember it, or not."""
         for group in self.reduction_groups:
-            group.end_step(is_taken=is_taken)
+            (group.comm_state.settle if is_taken else group.comm_state.revoke)()
 
     def _forget_pending_results(self) -> Completion | None:
         completion, self._pending_results, self._unfinished = self._pending_results, None, None

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.megatron.buffer_layout import BucketRange
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+    from ppe_ddp.megatron.gradient_buffers import BucketRange
 
 
 class _Assigned(NamedTuple):
