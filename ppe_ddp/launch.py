@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Never
 
-__all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
 logger = logging.getLogger("ppe_ddp")
 

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ppe_ddp.errors import UnusableError
 
-__all__ = ["LAUNCHERS", "Rendezvous", "detect", "find_mpirun", "first_host"]
-
 Environment = Mapping[str, str]
 
 # Rank, world size and local rank, as process managers of MPI name them.

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "Command", "main"]
-
 
 class Command(NamedTuple):
     """One command: the words that call it, what it does in one line, and ``module`` or ``module:class``."""

@@ -48,7 +48,6 @@ from ppe_ddp.cli.command_line import count, fail, told, write_report
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WORKLOADS", "Contestant", "GradientMismatchError", "Workload", "add_arguments", "compare", "measure", "run"]
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.

@@ -30,7 +30,6 @@ from ppe_ddp.testing import JobStarter, RankError, Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BACKENDS", "Platform", "Spread", "add_arguments", "in_turn", "on_ranks", "over_mpi", "print_table"]
 
 DEFAULT_RANKS = 2
 _RUN_SECONDS, _COLLECTIVE_SECONDS = 3600.0, 300.0
