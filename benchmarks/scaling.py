@@ -153,10 +153,7 @@ class PredictedStep(NamedTuple):
 
 
 def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
-    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds.
-
-    Over gloo few ranks send it from each to each at once, in one round.
-    """
+    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds."""
     ranks = cluster.world_size
     nbytes = _HEADER_BYTES + load.parameters + _BYTES_A_RANK * ranks
     if ranks == 1:

@@ -101,10 +101,7 @@ class TorchChangedError(PpeDdpError):
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the functions that have raised ``error``, and what it came from.
-
-    They may hold a process group, whose connections end with the last reference.
-    """
+    """Clear the local variables of what has raised ``error``: they may hold a group, and so its connections."""
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]
     while errors:

@@ -149,11 +149,7 @@ def _unknown_keyword(name: str) -> str:
 
 
 def check_alone() -> None:
-    """Warn of a module that is trained alone while torch.distributed is not initialized.
-
-    Raises:
-        UnusableError: A launcher has started several ranks, each of which would train by itself.
-    """
+    """Warn of a module that is trained alone as nobody has initialized torch.distributed; raise on several ranks."""
     try:
         place = detect(os.environ)
     except (ValueError, RuntimeError):
@@ -198,11 +194,7 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that is not registered, where torch fails with an assertion after a warning.
-
-    Raises:
-        ValueError: Names those that are registered, and the nearest.
-    """
+    """Refuse a backend that is not registered, where torch fails with an assertion after a warning."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].strip().lower()
@@ -323,10 +315,7 @@ _ASKED, _ANSWERED = "ppe_ddp/start/asked", "ppe_ddp/start/answered"
 
 
 def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
-    """The agent's store, under names that only this start of the ranks has; None where torch's will do.
-
-    Where it is not None, all ranks call this together.
-    """
+    """The agent's store, under names of this start alone, for all ranks together; None where torch's will do."""
     is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -358,9 +347,8 @@ def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The store for ranks that meet at a loopback address, which all of them must then make; None for all others.
 
-    Returns:
-        None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server
-        that this process has made before, and says what is wrong in other cases.
+    None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server that
+    this process has made before, and says what is wrong in other cases.
     """
     found = _address(place.init_method or "", environment)
     if found is None:

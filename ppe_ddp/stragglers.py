@@ -51,11 +51,7 @@ class RankTime:
 
 
 class RankTimes:
-    """The own times of all ranks in the last steps.
-
-    Args:
-        rank: This rank; rank 0 logs who is slow.
-    """
+    """The own times of all ranks in the last steps; rank 0 logs who is slow."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -74,11 +70,7 @@ class RankTimes:
         self._ended_at, self._forward_at = perf_counter_ns(), 0
 
     def field(self, backward_at: int) -> bytes:
-        """What this rank says in a vote; zeros for what it does not know.
-
-        Args:
-            backward_at: When its backward was over, by ``perf_counter_ns()``.
-        """
+        """What this rank says in a vote, if its backward was over then (``perf_counter_ns()``); zeros if unknown."""
         if not (self._forward_at and self._ended_at):
             return bytes(NBYTES)
         return bytes([_code(backward_at - self._forward_at), _code(self._forward_at - self._ended_at)])

@@ -219,10 +219,7 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
 def loaded_part(
     name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
 ) -> SavedPart | None:
-    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same.
-
-    Without outer steps it must be the same on all ranks from here on.
-    """
+    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now

@@ -206,15 +206,7 @@ def keyword(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out.
-
-    Returns:
-        0 if all was measured; 1 if a rank that was started here failed; 2 if the ranks that there are cannot be used,
-        or are not as many as were asked for.
-
-    Raises:
-        GradientMismatchError: In a rank that was started outside: two contestants do not compute the same.
-    """
+    """Measure, and print what came out; 1 if a rank failed, 2 if the ranks cannot be used, or others were asked for."""
     try:
         platform = Platform.of(arguments.device, arguments.backend)
     except (ImportError, ValueError) as error:
@@ -371,13 +363,9 @@ class GradientMismatchError(RuntimeError):
 
 
 def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
-    """Measure some models in the default process group. All ranks call this together.
+    """Measure some models in the default process group, on all ranks together: a result a model, as reports have it.
 
-    Returns:
-        One result a model, as the report has it; what was sent is this rank's, all else the same on every rank.
-
-    Raises:
-        GradientMismatchError: Two contestants do not compute the same.
+    What was sent is this rank's, all else the same on every rank. GradientMismatchError where two do not agree.
     """
     control, group = platform.enter(), dist.new_group(backend="gloo") if over_mpi() else None
     with warnings.catch_warnings():

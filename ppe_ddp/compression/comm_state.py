@@ -187,10 +187,7 @@ class CommState:
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
-
-        Raises ValueError where it is of another compressor, rank, number of ranks or nodes, or of another module.
-        """
+        """Go on from what :meth:`state_dict` gave; refuses what is of another compressor, rank, job or module."""
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
         for key, here in _identity(compressor, groups).items():

@@ -108,12 +108,7 @@ class Membership(ABC):
 
 
 class Repeated:
-    """A thread that calls a function again and again, also where it raises.
-
-    Args:
-        call: The function.
-        seconds: Between two calls.
-    """
+    """A thread that calls a function again and again, also where it raises, with so many seconds in between."""
 
     def __init__(self, call: Callable[[], object], seconds: float) -> None:
         self._call, self._seconds = call, seconds

@@ -318,10 +318,7 @@ class BufferSynchronizer(Synchronizer):
     # ------------------------------------------------------------------ afterwards
 
     def wait_for_results(self) -> None:
-        """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
-
-        Errors of any rank are kept for :meth:`raise_if_bad`.
-        """
+        """Wait for the results of the last synchronized backward; errors are kept for :meth:`raise_if_bad`."""
         completion = self._forget_pending_results()
         if completion is not None:
             begin = perf_counter_ns()

@@ -473,10 +473,7 @@ class BufferBucket(DenseBucket):
         self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the reduction, whose connections were closed; ``main_grad`` is as it was.
-
-        Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
-        """
+        """Abandon the reduction, whose connections were closed, when a reduce-scatter reads ``main_grad`` no more."""
         is_done = probe(self.pending)
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)

@@ -196,10 +196,7 @@ class FlatStep:
 
 
 class FlatShards:
-    """Weights of the same hyper-parameters, dtype and device that have made as many steps, and their state.
-
-    ``weight`` and ``state`` are those of all of them, end to end in memory of their own.
-    """
+    """Weights alike in hyper-parameters, dtype, device and steps; ``weight`` and ``state``: all of them end to end."""
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
         self.weights = weights

@@ -163,10 +163,7 @@ class Load:
     def run(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
     ) -> IncompatibleKeys:
-        """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
-
-        Returns the missing and the unexpected keys, the same on every rank.
-        """
+        """Bring rank 0's tensors to where they belong, on all ranks together; the missing and the unexpected keys."""
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)
         matched = match(self._found.values(), expectations)
@@ -307,10 +304,7 @@ class Load:
     # ------------------------------------------------------------------ messages
 
     def _transfer(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
-        """Send and receive the planned messages; ``tell`` gets the bytes of each as it is sent.
-
-        Not more than ``piece_nbytes`` are used for messages that cannot be received or sent in place.
-        """
+        """Send and receive messages, in ``piece_nbytes`` beyond what is in place; ``tell`` gets the bytes of each."""
         try:
             for message in messages:
                 self._make_room(message)

@@ -251,10 +251,7 @@ def _all_reduce(device: str) -> Iterator[str]:
 
 
 def _in_flight(device: str) -> Iterator[str]:
-    """Several at once, in a group for buckets and one for small messages; a Work tells without blocking if it is done.
-
-    Communication hooks go on from a Work's Future.
-    """
+    """Several at once, in two groups; a Work tells without blocking if it is done, and has a Future."""
     tensors = [_integers(size, torch.float32, device) for size in (*_SIZES, 2)]
     groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
     works = [dist.all_reduce(tensor, group=groups[k % 2], async_op=True) for k, tensor in enumerate(tensors)]

@@ -100,10 +100,7 @@ def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """Begin and end, on each rank, of the step whose length is nearest to the mean.
-
-    The first steps are not typical: buckets are made anew, and an order of arrival is learned.
-    """
+    """The step, on each rank, whose length is nearest to the mean; not one of the first, which are not typical."""
     count = min(len(one.backwards) for one in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]

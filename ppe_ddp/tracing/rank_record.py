@@ -205,11 +205,7 @@ def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
 
 
 class Recording:
-    """A recording under way on this rank.
-
-    Attributes:
-        clock: The offset of this rank's clock; until it is compared, the process counts as alone.
-    """
+    """A recording under way on this rank; until its ``clock`` is compared, the process counts as alone."""
 
     def __init__(self) -> None:
         self.log = EventLog(self._on_groups)  # what the engine writes into
