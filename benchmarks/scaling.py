@@ -260,7 +260,6 @@ def constants_of(
 
 
 def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Steps of other layouts, predicted and measured."""
     link = 2 * _NBYTES * constants.wire_per_byte
     for nodes, each in _LAYOUTS:
         calls = [
@@ -350,7 +349,6 @@ def measure_step(
 
 
 def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
-    """The seconds of forward and backward."""
     module.zero_grad()
     x = torch.zeros(1, requires_grad=True)
     dist.barrier(control)

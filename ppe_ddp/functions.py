@@ -193,7 +193,6 @@ class _Overlapped:
         del future, gradients, failed
 
     def _error_of(self, ready: Any, gradients: GradBucket, group: ProcessGroup | None) -> Exception | None:
-        """Call the function, and wait for what it returns; the error that this raises."""
         try:
             with torch.no_grad():
                 if ready is not None:

@@ -268,7 +268,6 @@ def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) ->
 
 
 def _store(place: Rendezvous, timeout: Timeout) -> Store | None:
-    """The store to meet at, where it is not the one that torch makes by itself for ``place.init_method``."""
     if place.init_method is None:
         return HashStore()
     return restarted_store(place, timeout, os.environ) or loopback_store(place, timeout, os.environ)
@@ -367,7 +366,6 @@ def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str
 
 
 def _tcp_store(host: str, port: int, place: Rendezvous, timeout: Timeout, listener: int | None = None) -> TCPStore:
-    """A client, or the server where a socket listens already."""
     is_client, size = listener is None, place.world_size
     limit = dist.default_pg_timeout if timeout is None else timeout
     return TCPStore(host, port, size, not is_client, limit, wait_for_workers=is_client, master_listen_fd=listener)

@@ -123,7 +123,6 @@ def _code(nanoseconds: int) -> int:
 
 
 def _has_slow(field: bytes) -> bool:
-    """Whether any rank was slow in this step."""
     pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
     totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
     return bool(totals) and totals[-1] > SLOW * totals[(len(totals) - 1) // 2]

@@ -244,7 +244,6 @@ def _versions(gradients: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _words(field: bytes) -> tuple[int, ...]:
-    """What each rank has said of its weights."""
     return struct.unpack(f">{len(field) // NBYTES}I", field)
 
 

@@ -133,7 +133,6 @@ def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str,
 
 
 def _groups(platform: Platform, control: ProcessGroup) -> dict[str, Any]:
-    """The groups that are compared, one a backend."""
     if platform.device == "cpu":
         return {"gloo": control, **({"mpi4py": dist.group.WORLD} if benchmarking.over_mpi() else {})}
     groups = {"nccl": dist.new_group(backend="nccl")}
@@ -156,7 +155,6 @@ def _lines(
     platform: Platform,
     control: ProcessGroup,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one size over all backends."""
     ranks = dist.get_world_size()
     function, *_, factor = OPERATIONS[operation]
     per_rank = max(1, nbytes // dtype.itemsize // ranks)

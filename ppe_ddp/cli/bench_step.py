@@ -84,7 +84,6 @@ def _random(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 
 def _chain(width: int, depth: int) -> nn.Sequential:
-    """Many small layers in a row."""
     layers: list[nn.Module] = []
     for _ in range(depth):
         linear = nn.Linear(width, width)
@@ -303,7 +302,6 @@ _IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
-    """The contestants, in the order of results."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
@@ -445,7 +443,6 @@ def compare(
 
 
 def _check(contestants: Mapping[str, Contestant]) -> None:
-    """Compare the gradients of all contestants that communicate."""
     expected = contestants["torch"].module
     for name, one in contestants.items():
         if name in ("torch", "bare"):

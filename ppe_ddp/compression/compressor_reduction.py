@@ -129,7 +129,6 @@ class CompressorReduction(Reduction):
         return reduction.deliver()
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
-        """The gradients of ``bucket``, in their own dtype."""
         flat = bucket.buffer()
         plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         return FlatGradients(

@@ -90,7 +90,6 @@ def _matrices(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 
 
 def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A flat tensor, and matrices of these shapes that lie in it one after another."""
     sizes = [rows * columns for rows, columns in shapes]
     flat = like.new_empty(sum(sizes))
     return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

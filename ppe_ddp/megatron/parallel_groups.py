@@ -164,7 +164,6 @@ def needs_own_bucket(module: nn.Module, config: object) -> set[int]:
 
 
 def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
-    """The module, or one that it wraps under the name ``module``, that has ``attribute``."""
     inner: Any = module
     while isinstance(inner, nn.Module):
         if hasattr(inner, attribute):

@@ -259,7 +259,6 @@ class FlatShards:
 
 
 def _with(flats: Sequence[FlatShards], weights: Sequence[Tensor]) -> list[Tensor]:
-    """The flat tensors, and those of ``weights`` that are not in one of them."""
     laid = {id(weight) for flat in flats for weight in flat.weights}
     return [*(weight for weight in weights if id(weight) not in laid), *(flat.weight for flat in flats)]
 

@@ -377,7 +377,6 @@ class Load:
             place.copy_(values.view(place.shape))
 
     def _keep(self, piece: Piece) -> None:
-        """Put a piece that rank 0 alone needs into its memory."""
         if piece.routed.key not in self._filled:
             self._put(piece, self._cut(piece)[0])
 

@@ -229,7 +229,6 @@ def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = Non
 
 
 def _everyone(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """The integers of all ranks, by rank."""
     return torch.stack([_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())])
 
 
@@ -506,14 +505,12 @@ class _WrapperOnTrial:
         return _Actor(model, number, rank, rank == self._size - 1 > 0, self._device)
 
     def _bring_here(self, twin: DynamicModel) -> None:
-        """Give a copy of the module the module's parameters, gradients and buffers."""
         for theirs, own in zip(twin.parameters(), self._module.parameters(), strict=True):
             theirs.data.copy_(own.data)
             theirs.grad = None if own.grad is None else own.grad.detach().clone()
         twin.seen.copy_(self._module.seen)
 
     def _check(self, means: dict[str, tuple[Tensor, float] | None], when: str) -> None:
-        """Compare the gradients with the means and the largest elements on any rank."""
         largest = max((scale for _, scale in filter(None, means.values())), default=0.0)
         for name, parameter in self._module.named_parameters():
             wanted, gradient = means[name], parameter.grad

@@ -87,7 +87,6 @@ def measure_offset(group: ProcessGroup) -> ClockOffset:
 
 
 def _offset_of(peer: int, group: ProcessGroup) -> tuple[int, int]:
-    """The offset of the clock of ``peer``, which answers, and its error."""
     reply, trips = _message(0), []
     for _ in range(_ROUND_TRIPS):
         begin = perf_counter_ns()
