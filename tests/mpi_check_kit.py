@@ -1,4 +1,4 @@
-"""Shared by the checks of the backends `mpi4py` and `shm`: their registry, data of every dtype, and expected results.
+"""Shared by the checks of our backends: their registry, data of every dtype, and expected results.
 
 Data come from seeds that every rank knows, so that each rank computes the results of all by itself.
 Floats are multiples of 1/8 whose float32 sums are exact: a half-precision result is right only if it was rounded once.
@@ -98,10 +98,15 @@ def barrier_apart():
 
 
 def data(dtype, shape, seed, rank):
+    """Numbers of a rank on the device of the moment, the same on every kind of device."""
+    return _drawn(dtype, shape, seed, rank).to(torch.get_default_device())
+
+
+def _drawn(dtype, shape, seed, rank):
     generator = torch.Generator().manual_seed(zlib.crc32(repr((str(dtype), tuple(shape), seed, rank)).encode()))
 
     def draw(low, high):
-        return torch.randint(low, high + 1, shape, generator=generator)
+        return torch.randint(low, high + 1, shape, generator=generator, device="cpu")
 
     if dtype is torch.bool:
         return draw(0, 1).bool()
@@ -158,6 +163,7 @@ def expected(tensors, name):
 def assert_same(actual, wanted, message, *, exact=True):
     assert actual.dtype == wanted.dtype, message
     assert actual.shape == wanted.shape, message
+    actual, wanted = actual.cpu(), wanted.cpu()
     if actual.dtype.is_complex:
         actual, wanted = torch.view_as_real(actual), torch.view_as_real(wanted)
     if exact or not actual.dtype.is_floating_point:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
+from one_process import assert_gradients, data, gradients, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, UnusableError, average
 from ppe_ddp.testing import Outcome, RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
@@ -25,8 +25,7 @@ def impatient_ranks():
 
 def raised_everywhere(error):
     """`error`'s text, after a look that it is the same on every rank."""
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, (type(error).__name__, str(error)))
+    texts = of_all_ranks((type(error).__name__, str(error)))
     assert len(set(texts)) == 1, texts
     return str(error)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppe_ddp
-from one_process import data, mlp, seeded
+from one_process import data, mlp, of_all_ranks, seeded
 from ppe_ddp import DisagreementError, FunctionError
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.megatron import (
@@ -508,8 +508,7 @@ def test_shards(overlap):
     assert [shard.name for shard in part.shards] == [name for name, _ in module.named_parameters()]
     assert sorted(k for unit in part.units for k in unit) == list(range(6))
     assert part.units[0][0] == 0  # a forward needs the first layer first
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, [(shard.start, shard.stop) for shard in part.shards])
+    everyone = of_all_ranks([(shard.start, shard.stop) for shard in part.shards])
     for shard, *pieces in zip(part.shards, *everyone, strict=True):
         covered = sorted(i for start, stop in pieces for i in range(start, stop))
         assert covered == list(range(shard.parameter.numel()))
