@@ -25,7 +25,8 @@ from library_warnings import without_warnings
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
 from one_process import in_place_mean
-from optimizing import OPTIMIZERS, hold_to_one_process
+from optim_programs import Program
+from optim_runners import hold
 from ppe_ddp.testing import (
     Nodes,
     World,
@@ -308,7 +309,7 @@ def test_megatrons_wrapper(world, part):
 
 
 def hold_the_optimizer(name):
-    hold_to_one_process(OPTIMIZERS[name], steps=3)
+    hold(Program.plain(name, 3))
 
 
 @on_all
