@@ -95,8 +95,7 @@ class UnusableError(PpeDdpError):
 class TorchChangedError(PpeDdpError):
     """This version of torch does not behave as this library needs it, where torch promises nothing.
 
-    The message begins with the name of the function in ``torch_internals`` or ``group_internals`` that has found it;
-    `python -m ppe_ddp doctor` tries them all.
+    The message names what has found it; ``python -m ppe_ddp doctor`` tells whether this version was tried.
     """
 
 
