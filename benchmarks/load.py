@@ -89,7 +89,6 @@ def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def _model(nbytes: int) -> nn.Sequential:
-    """Blocks in the shapes of a transformer's."""
     width = 1024 if nbytes >= 64 << 20 else 256 if nbytes >= 4 << 20 else 64
 
     def block() -> nn.Sequential:

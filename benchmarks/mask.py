@@ -81,7 +81,6 @@ def measure(models: list[str], repeats: int) -> list[dict[str, Any]]:
 
 
 def _modes(name: str) -> dict[str, Callable[[int], None]]:
-    """By mode, a function that trains one wrapper for some steps."""
     workload = WORKLOADS[name]
     module, batch = workload.made()
     model = ppe_ddp.DistributedDataParallel(module)

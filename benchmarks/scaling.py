@@ -153,10 +153,7 @@ class PredictedStep(NamedTuple):
 
 
 def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
-    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds.
-
-    Over gloo few ranks send it from each to each at once, in one round.
-    """
+    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds."""
     ranks = cluster.world_size
     nbytes = _HEADER_BYTES + load.parameters + _BYTES_A_RANK * ranks
     if ranks == 1:
@@ -263,7 +260,6 @@ def constants_of(
 
 
 def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Steps of other layouts, predicted and measured."""
     link = 2 * _NBYTES * constants.wire_per_byte
     for nodes, each in _LAYOUTS:
         calls = [
@@ -353,7 +349,6 @@ def measure_step(
 
 
 def _clock(module: nn.Module, control: Any) -> tuple[float, float]:
-    """The seconds of forward and backward."""
     module.zero_grad()
     x = torch.zeros(1, requires_grad=True)
     dist.barrier(control)

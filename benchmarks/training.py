@@ -65,7 +65,6 @@ class Task:
 
 
 def _digits() -> Task:
-    """Handwritten digits by a perceptron."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -320,7 +319,6 @@ def _rows(lines: Sequence[Line]) -> Iterator[Sequence[str]]:
 
 
 def _draw(lines: Sequence[Line], file: Path, caption: str) -> None:
-    """Draw the loss of each method over time, a panel a task."""
     from matplotlib.figure import Figure
 
     tasks = list(dict.fromkeys(line["task"] for line in lines))

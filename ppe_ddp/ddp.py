@@ -213,7 +213,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return self._reducer
 
     def _agreed(self) -> str:
-        """The other options that the ranks must have in common, as text."""
         checks, where_used = self._options.check_for_nan_in_grad, self._options.where_used
         texts = [
             str(self._precision),

@@ -95,16 +95,12 @@ class UnusableError(PpeDdpError):
 class TorchChangedError(PpeDdpError):
     """This version of torch does not behave as this library needs it, where torch promises nothing.
 
-    The message begins with the name of the function in ``torch_internals`` or ``group_internals`` that has found it;
-    `python -m ppe_ddp doctor` tries them all.
+    The message names what has found it; ``python -m ppe_ddp doctor`` tells whether this version was tried.
     """
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the functions that have raised ``error``, and what it came from.
-
-    They may hold a process group, whose connections end with the last reference.
-    """
+    """Clear the local variables of what has raised ``error``: they may hold a group, and so its connections."""
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]
     while errors:

@@ -67,11 +67,7 @@ def takes_divided(function: F) -> F:
             gradients.divide(dist.get_world_size(group))  # where nobody has: another function calls this one
             return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
-    Args:
-        function: A reduce function; its attribute ``takes_divided`` is set.
-
-    Returns:
-        The same function.
+    The function is returned, with its attribute ``takes_divided`` set.
     """
     function.takes_divided = True  # type: ignore[attr-defined]
     return function
@@ -194,7 +190,6 @@ class _Overlapped:
         del future, gradients, failed
 
     def _error_of(self, ready: Any, gradients: GradBucket, group: ProcessGroup | None) -> Exception | None:
-        """Call the function, and wait for what it returns; the error that this raises."""
         try:
             with torch.no_grad():
                 if ready is not None:

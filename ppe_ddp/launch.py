@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Never
 
-__all__ = ["Job", "check_alone", "check_backend", "init_process_group"]
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -154,11 +153,7 @@ def _unknown_keyword(name: str) -> str:
 
 
 def check_alone() -> None:
-    """Warn of a module that is trained alone while torch.distributed is not initialized.
-
-    Raises:
-        UnusableError: A launcher has started several ranks, each of which would train by itself.
-    """
+    """Warn of a module that is trained alone as nobody has initialized torch.distributed; raise on several ranks."""
     try:
         place = detect(os.environ)
     except (ValueError, RuntimeError):
@@ -203,11 +198,7 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that is not registered, where torch fails with an assertion after a warning.
-
-    Raises:
-        ValueError: Names those that are registered, and the nearest.
-    """
+    """Refuse a backend that is not registered, where torch fails with an assertion after a warning."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].strip().lower()
@@ -294,7 +285,6 @@ def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) ->
 
 
 def _store(place: Rendezvous, timeout: Timeout) -> Store | None:
-    """The store to meet at, where it is not the one that torch makes by itself for ``place.init_method``."""
     if place.init_method is None:
         return HashStore()
     return restarted_store(place, timeout, os.environ) or loopback_store(place, timeout, os.environ)
@@ -341,10 +331,7 @@ _ASKED, _ANSWERED = "ppe_ddp/start/asked", "ppe_ddp/start/answered"
 
 
 def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
-    """The agent's store, under names that only this start of the ranks has; None where torch's will do.
-
-    Where it is not None, all ranks call this together.
-    """
+    """The agent's store, under names of this start alone, for all ranks together; None where torch's will do."""
     is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -376,9 +363,8 @@ def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The store for ranks that meet at a loopback address, which all of them must then make; None for all others.
 
-    Returns:
-        None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server
-        that this process has made before, and says what is wrong in other cases.
+    None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server that
+    this process has made before, and says what is wrong in other cases.
     """
     found = _address(place.init_method or "", environment)
     if found is None:
@@ -397,7 +383,6 @@ def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str
 
 
 def _tcp_store(host: str, port: int, place: Rendezvous, timeout: Timeout, listener: int | None = None) -> TCPStore:
-    """A client, or the server where a socket listens already."""
     is_client, size = listener is None, place.world_size
     limit = dist.default_pg_timeout if timeout is None else timeout
     return TCPStore(host, port, size, not is_client, limit, wait_for_workers=is_client, master_listen_fd=listener)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from ppe_ddp.errors import UnusableError
 
-__all__ = ["LAUNCHERS", "Rendezvous", "detect", "find_mpirun", "first_host"]
-
 Environment = Mapping[str, str]
 
 # Rank, world size and local rank, as process managers of MPI name them.
@@ -54,14 +52,10 @@ Launcher = Callable[[Environment, str | None], Rendezvous | None]
 
 
 def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
-    """Asks each launcher in turn whether it started this process.
+    """The answer of the first launcher that started this process; that of a lone process where none did.
 
-    Returns:
-        The first launcher's answer; that of a lone process where none fits.
-
-    Raises:
-        ValueError: A launcher's variables are incomplete or wrong; the message names the variable.
-        RuntimeError: The process was started by mpirun, and mpi4py is not installed.
+    ValueError where its variables are incomplete or wrong, which names the variable; UnusableError under mpirun without
+    mpi4py.
     """
     for launcher in LAUNCHERS:
         place = launcher(environment, init_method)
@@ -71,14 +65,7 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`.
-
-    Returns:
-        The name of the first machine.
-
-    Raises:
-        ValueError: The list is empty or its brackets do not match.
-    """
+    """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`; ValueError without one."""
     match = re.match(r"(?:[^][,\s]|\[[^][,\s-][^][\s]*\])+(?=,|$)", nodelist.strip())
     if match is None:
         raise ValueError(f"{nodelist!r} is not a list of machines in Slurm's notation")
@@ -121,14 +108,11 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
                 "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
                 f"`torchrun --nproc_per_node={world_size} script.py`"
             )
-        local_rank = _integer(environment, local_name, default=_local_rank_from_slurm(environment, rank))
+        # Where MPI's process manager sets none it is Slurm's, else that of all ranks on one machine.
+        other = _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
+        local_rank = _integer(environment, local_name, default=other)
         return Rendezvous("mpirun", rank, world_size, local_rank, init_method or "mpi://")
     return None
-
-
-def _local_rank_from_slurm(environment: Environment, rank: int) -> int:
-    """The local rank where MPI's process manager sets none: Slurm's, else that of all ranks on one machine."""
-    return _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
 
 
 def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous | None:

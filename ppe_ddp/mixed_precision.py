@@ -47,7 +47,6 @@ class Precision:
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
 
     def cast_buffers(self, module: nn.Module) -> None:
-        """Cast buffers, for good."""
         for buffer in module.buffers():
             if _is_cast(buffer, self._buffer_dtype):
                 buffer.data = buffer.to(self._buffer_dtype)
@@ -57,7 +56,6 @@ class Precision:
         return function if self._reduce_dtype is None else _CastingReduce(function, self._reduce_dtype)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call ``module`` with inputs and parameters in low precision."""
         dtype = self._param_dtype
         if dtype is None:
             return module(*args, **kwargs)
@@ -105,7 +103,6 @@ class _CastParameters:
                 parameter_table(owner)[key] = copy  # functional_call does so as well
 
     def remove(self) -> None:
-        """Put the parameters back."""
         self._is_installed = False
         for owner, key, parameter, copy in self._slots:
             if parameter_table(owner).get(key) is copy:

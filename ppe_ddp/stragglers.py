@@ -54,11 +54,7 @@ class RankTime:
 
 
 class RankTimes:
-    """The own times of all ranks in the last steps.
-
-    Args:
-        rank: This rank; rank 0 logs who is slow.
-    """
+    """The own times of all ranks in the last steps; rank 0 logs who is slow."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -69,7 +65,6 @@ class RankTimes:
         self._slow: set[int] = set()
 
     def begin_forward(self) -> None:
-        """A forward begins."""
         if not self._forward_at:
             self._forward_at = perf_counter_ns()
 
@@ -78,11 +73,7 @@ class RankTimes:
         self._ended_at, self._forward_at = perf_counter_ns(), 0
 
     def field(self, backward_at: int) -> bytes:
-        """What this rank says in a vote; zeros for what it does not know.
-
-        Args:
-            backward_at: When its backward was over, by ``perf_counter_ns()``.
-        """
+        """What this rank says in a vote, if its backward was over then (``perf_counter_ns()``); zeros if unknown."""
         if not (self._forward_at and self._ended_at):
             return bytes(NBYTES)
         compute, other = backward_at - self._forward_at, self._forward_at - self._ended_at
@@ -132,7 +123,6 @@ class RankTimes:
 
 
 def _has_slow(field: bytes) -> bool:
-    """Whether any rank was slow in this step."""
     pairs = zip(field[::NBYTES], field[1::NBYTES], strict=True)
     totals = sorted(_DECODED[compute] + _DECODED[other] for compute, other in pairs if compute and other)
     return bool(totals) and totals[-1] > SLOW * totals[(len(totals) - 1) // 2]

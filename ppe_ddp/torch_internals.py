@@ -222,10 +222,7 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 
 
 def parameter_table(module: nn.Module) -> dict[str, Any]:
-    """The parameters of ``module`` alone, by name: the dictionary itself, in which another tensor may be put.
-
-    ``setattr`` refuses what is no Parameter there, and iterating over the public views takes 20 times as long.
-    """
+    """The parameters of ``module`` alone: the dictionary itself, in which another tensor may be put."""
     table: dict[str, Any] = module._parameters
     return table
 
@@ -392,10 +389,7 @@ def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -
 
 
 def take_scale(optimizer: Optimizer) -> dict[str, Any]:
-    """Take away what a ``GradScaler`` has given ``optimizer`` for a step. After an error it would stay there.
-
-    The scaler would multiply its next scale by the one that it finds.
-    """
+    """Take away what a ``GradScaler`` has given ``optimizer`` for a step: the next one would count it once more."""
     return {key: vars(optimizer).pop(key) for key in ("found_inf", "grad_scale") if key in vars(optimizer)}
 
 

@@ -145,9 +145,7 @@ class Weights:
     def note(self, arrived: int | None = None, *, is_synchronized: bool) -> None:
         """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet.
 
-        Args:
-            arrived: The parameter whose gradient has; None where none has.
-            is_synchronized: Whether at its end :meth:`settle` is called, or :meth:`remember` where that has failed.
+        If it ``is_synchronized``, at its end :meth:`settle` is called, or :meth:`remember` where that has failed.
         """
         if not _Weigh.alive or self._task == (task := graph_task()):
             return
@@ -225,14 +223,7 @@ class Weights:
         return SAID[has_gradients]
 
     def factor(self, field: bytes) -> float | None:
-        """What this rank's gradients are to be multiplied by before they are averaged; None where no rank weighs.
-
-        Args:
-            field: What the ranks have said, one after another.
-
-        Raises:
-            DisagreementError: On every rank: some weigh, and others have gradients without a weight.
-        """
+        """What gradients here are multiplied by before the average, by what all have said; None where nobody weighs."""
         if not field.strip(UNWEIGHTED_BYTES):
             return None
         self._is_used = True
@@ -259,7 +250,6 @@ def _versions(gradients: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _words(field: bytes) -> tuple[int, ...]:
-    """What each rank has said of its weights."""
     return struct.unpack(f">{len(field) // NBYTES}I", field)
 
 
@@ -268,12 +258,7 @@ def _count(word: int) -> float:
 
 
 class WhereUsed:
-    """Parameters whose gradients are averaged over the ranks that have them; tells these ranks by bits of a vote.
-
-    Args:
-        patterns: Of the parameters' names, as :attr:`ppe_ddp.Options.average_where_used` has them.
-        names: Of all parameters.
-    """
+    """Parameters whose gradients are averaged over the ranks that have them; tells these ranks by bits of a vote."""
 
     def __init__(self, patterns: Literal[True] | Sequence[str], names: Sequence[str]) -> None:
         chosen = ["*"] if patterns is True else patterns
@@ -281,21 +266,12 @@ class WhereUsed:
         self._nbytes = -(-len(self._indices) // 8)
 
     def field(self, used: Collection[int]) -> bytes:
-        """What this rank says in a vote.
-
-        Args:
-            used: The parameters of which it has sent a gradient.
-        """
+        """What this rank says in a vote, which has ``used`` these parameters: it has sent a gradient of each."""
         bits = "".join("01"[i in used] for i in self._indices)
         return int(f"0{bits}", 2).to_bytes(self._nbytes, "big")
 
     def factors(self, field: bytes, weights: bytes) -> dict[int, float]:
-        """What averages over all ranks are multiplied by, by parameter index, where that is not 1.
-
-        Args:
-            field: What the ranks have said, one after another.
-            weights: What they have said by :meth:`Weights.field`.
-        """
+        """What averages are multiplied by, by parameter index, where not 1; the fields are those of all ranks."""
         starts = range(0, len(field), self._nbytes or 1)
         is_weighed = bool(weights.strip(UNWEIGHTED_BYTES))
         counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * len(starts)

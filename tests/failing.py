@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from one_process import assert_gradients, mean_gradients, seeded, square
+from one_process import assert_gradients, in_place_mean, mean_gradients, of_all_ranks, seeded, square
 from ppe_ddp import (
     CommunicationError,
     DistributedDataParallel,
@@ -81,23 +81,17 @@ class Fuse(torch.autograd.Function):
         return gradient, None
 
 
-def blocking(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
-
-
 def before(switch):
     def reduce(gradients, group):
         switch.refuse()
-        blocking(gradients, group)
+        in_place_mean(gradients, group)
 
     return {"reduce_function": reduce}
 
 
 def after(switch):
     def reduce(gradients, group):
-        blocking(gradients, group)
+        in_place_mean(gradients, group)
         switch.refuse()
 
     return {"reduce_function": reduce}
@@ -413,8 +407,7 @@ def hold_interrupted(moment, *, times=2, seconds=60, **options):
             wrapper.zero_grad()
             square(wrapper, rank)
             assert_gradients(wrapper.module, expected)
-        counts = [None] * size
-        dist.all_gather_object(counts, (own.step, own.generation))
+        counts = of_all_ranks((own.step, own.generation))
         assert len(set(counts)) == 1, counts
 
 

@@ -34,24 +34,23 @@ class Sometimes(FailingNet):
             self.layers = kept
 
 
-def in_packing(patches, switch):
-    fill = Rows.fill
+def refusing(owner, name, *, comes_first=True):
+    """A way in which a method refuses, before its work or after it."""
 
-    def refuse(*arguments):
-        switch.refuse()
-        fill(*arguments)
+    def way(patches, switch):
+        plain = getattr(owner, name)
 
-    patches.setattr(Rows, "fill", refuse)
+        def refuse(*arguments, **keywords):
+            if comes_first:
+                switch.refuse()
+            result = plain(*arguments, **keywords)
+            if not comes_first:
+                switch.refuse()
+            return result
 
+        patches.setattr(owner, name, refuse)
 
-def before_the_scatter(patches, switch):
-    start = ReduceScatter.start
-
-    def refuse(*arguments, **keywords):
-        switch.refuse()
-        return start(*arguments, **keywords)
-
-    patches.setattr(ReduceScatter, "start", refuse)
+    return way
 
 
 def in_the_wait(patches, switch):
@@ -71,18 +70,12 @@ def in_the_wait(patches, switch):
     )
 
 
-def in_the_update(patches, switch):
-    """The optimizer's, of this rank's shards."""
-    step = FlatStep.step
-
-    def refuse(own):
-        step(own)
-        switch.refuse()
-
-    patches.setattr(FlatStep, "step", refuse)
-
-
-PATCHES = {way.__name__: way for way in (in_packing, before_the_scatter, in_the_wait, in_the_update)}
+PATCHES = {
+    "in_packing": refusing(Rows, "fill"),
+    "before_the_scatter": refusing(ReduceScatter, "start"),
+    "in_the_wait": in_the_wait,
+    "in_the_update": refusing(FlatStep, "step", comes_first=False),  # the optimizer's, of this rank's shards
+}
 SCATTERS = ("before_the_scatter", "in_the_wait")
 PLUGS = ("before", "in_the_middle", "in_the_broadcast", "in_a_sync_hook", "in_backward")
 

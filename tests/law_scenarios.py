@@ -8,17 +8,12 @@ import ppe_ddp
 from law_models import Recipe
 from law_steps import StepKind, TrainingStep, Zeroing
 from laws import Case, Variant, breaches, observe
+from one_process import in_place_mean
 from ppe_ddp.testing import ConformanceError
 from ppe_ddp.testing.probes import Plugs
 
 KINDS = list(StepKind)
 ZEROINGS = list(Zeroing)
-
-
-def in_place_mean(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
 
 
 PLUGS = [Plugs(), Plugs(in_place_mean), Plugs(ppe_ddp.overlapped(in_place_mean))]

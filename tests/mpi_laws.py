@@ -20,8 +20,8 @@ import mpi_megatron
 import mpi_wrappers
 from law_scenarios import every_variant, scenarios
 from laws import breaches, observe_all
-from optim_runners import first_half, second_half
-from optimizing import OPTIMIZERS, hold_to_one_process
+from optim_programs import Program
+from optim_runners import first_half, hold, second_half
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.testing.probes import probe_backend
 from random_training import differences, train
@@ -52,9 +52,9 @@ def report(count, way):
 
 def hold_the_optimizer():
     """It trains as one process does, by messages and through shared memory."""
-    for name, way in (("sgd", "messages"), ("adamw", "shared")):
+    for name, way in (("momentum", "messages"), ("adamw", "shared")):
         dist.init_process_group("mpi4py", init_method="mpi://", pg_options=OPTIONS[way])
-        hold_to_one_process(OPTIMIZERS[name], steps=5)
+        hold(Program.plain(name, 5))
         dist.destroy_process_group()
 
 

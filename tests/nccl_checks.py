@@ -5,15 +5,20 @@ Every rank computes the results of all from seeds, in a wider dtype.
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 
-from mpi_check_kit import DTYPES, OPS, assert_same, data, expected, op_named, options
+import mpi_check_collectives as collectives
+from mpi_check_kit import DTYPES, OPS, assert_same, data, options
 from nccl_contract import CallRecorder
 
-SHAPES = ((), (5,), (3, 4), (0,), (4_007,))
 BOOL_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SHARED = (
+    collectives.all_gather_of_different_sizes,
+    collectives.reduce_scatter_of_different_sizes,
+    collectives.all_to_all_of_different_sizes,
+    collectives.coalesced,
+    collectives.conjugate_views,
+)
 
 
 def is_float8(dtype):
@@ -31,57 +36,23 @@ def ops_for(dtype, *, float8):
     return ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
 
 
-def wanted(tensors, name):
-    if name == "AVG" and tensors[0].dtype in (torch.uint32, torch.uint64):
-        total = sum(tensor.to(torch.int64) for tensor in tensors)
-        return total.div(len(tensors), rounding_mode="trunc").to(tensors[0].dtype)
-    return expected(tensors, name)
-
-
 def reductions(name, device="cpu", *, float8=True):
     """All-reduce, reduce and reduce-scatter in all their forms, of one dtype; what NCCL has not is refused."""
     dtype = DTYPES[name]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
     possible = ops_for(dtype, float8=float8)
-    for op in OPS:
-        if op not in possible:
-            # NCCL itself refuses float8 on GPUs that cannot reduce it, in its own words.
-            if float8 or not is_float8(dtype):
-                refused(op, dtype, device)
-            continue
-        exact = op not in ("AVG", "PRODUCT")
-        for shape in SHAPES:
-            tensors = [data(dtype, shape, op, other) for other in range(size)]
-            result, what = wanted(tensors, op), f"{op} of {dtype}, shape {shape}"
-            mine = tensors[rank].to(device, copy=True)
-            group.allreduce([mine], options(dist.AllreduceOptions(), op_named(op, rank))).wait()
-            assert_same(mine.cpu(), result, f"all-reduce {what}", exact=exact)
-            mine, made = tensors[rank].to(device, copy=True), options(dist.ReduceOptions(), op_named(op, rank))
-            made.rootRank = size - 1
-            group.reduce([mine], made).wait()
-            is_root = rank == size - 1
-            assert_same(mine.cpu(), result if is_root else tensors[rank], f"reduce {what}", exact=exact)
-        parts = [[data(dtype, (3, 4), (op, part), sender) for part in range(size)] for sender in range(size)]
-        result = wanted([parts[sender][rank] for sender in range(size)], op)
-        made = options(dist.ReduceScatterOptions(), op_named(op, rank))
-        out = torch.empty(3, 4, dtype=dtype, device=device)
-        mine = [part.to(device) for part in parts[rank]]
-        group.reduce_scatter([out], [mine], made).wait()
-        assert_same(out.cpu(), result, f"reduce-scatter {op} of {dtype}", exact=exact)
-        strided = torch.empty(4, 3, dtype=dtype, device=device).t()
-        before = torch.stack(parts[rank]).to(device)
-        source = before.clone()
-        group.reduce_scatter_single(strided, source, made).wait()
-        assert_same(strided.cpu(), result, f"reduce-scatter {op} of {dtype}, tensor form", exact=exact)
-        assert_same(source.cpu(), before.cpu(), "the input of a reduce-scatter changed")
+    # NCCL itself refuses float8 on GPUs that cannot reduce it, in its own words.
+    for op in set(OPS) - set(possible) if float8 or not is_float8(dtype) else ():
+        refused(op, dtype, device)
+    with torch.device(device):
+        for check in (collectives.all_reduce, collectives.reduce, collectives.reduce_scatter):
+            check(name, possible)
 
 
 def refused(op, dtype, device):
     tensor = data(dtype, (3,), op, 0).to(device)
     kept = tensor.clone()
     try:
-        dist.group.WORLD.allreduce([tensor], options(dist.AllreduceOptions(), op_named(op, 0)))
+        dist.group.WORLD.allreduce([tensor], options(dist.AllreduceOptions(), op))
     except TypeError as error:
         assert str(dtype) in str(error), error  # noqa: PT017 - not every rank runs pytest
         assert_same(tensor.cpu(), kept.cpu(), "what was refused changed")
@@ -90,41 +61,13 @@ def refused(op, dtype, device):
 
 
 def moving(name, device="cpu"):
-    """Broadcast, all-gather, gather, scatter, all-to-all and messages, of one dtype."""
-    dtype = DTYPES[name]
-    rank, size = dist.get_rank(), dist.get_world_size()
-    root = size - 1
-    for shape in SHAPES:
-        tensors = [data(dtype, shape, "moving", other) for other in range(size)]
-        mine, everyone = tensors[rank].to(device), range(size)
-        moved = mine.clone()
-        dist.broadcast(moved, root)
-        assert_same(moved.cpu(), tensors[root], f"broadcast {shape}")
-
-        def check_all(parts, what, tensors=tensors):
-            for part, right in zip(parts, tensors, strict=True):
-                assert_same(part.cpu(), right, what)
-
-        into = [torch.empty_like(mine) for _ in everyone]
-        dist.all_gather(into, mine)
-        check_all(into, f"all_gather {shape}")
-        into = [torch.empty_like(mine) for _ in everyone]
-        dist.gather(mine, into if rank == root else None, dst=root)
-        if rank == root:
-            check_all(into, f"gather {shape}")
-        own = torch.empty_like(mine)
-        dist.scatter(own, [tensor.to(device) for tensor in tensors] if rank == root else None, src=root)
-        assert_same(own.cpu(), tensors[rank], f"scatter {shape}")
-        into = [torch.empty_like(mine) for _ in everyone]
-        dist.all_to_all(into, [mine] * size)
-        check_all(into, f"all_to_all {shape}")
-        whole = torch.empty((size, *mine.shape), dtype=dtype, device=device)
-        all_gather_single(whole, mine)
-        check_all(whole, f"all_gather_single {shape}")
+    """Broadcast, all-gather, gather, scatter and all-to-all, of one dtype."""
+    with torch.device(device):
+        collectives.moving(name)
 
 
 def strided(device="cpu"):
-    """Tensors that are not contiguous, and conjugate views."""
+    """Tensors that are not contiguous."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tensors = [data(torch.float32, (4, 6), "strided", other) for other in range(size)]
     view = tensors[rank].to(device, copy=True).t()
@@ -133,55 +76,17 @@ def strided(device="cpu"):
     columns = torch.zeros(4, 2 * size, device=device)
     dist.all_gather([columns[:, 2 * other : 2 * other + 2] for other in range(size)], tensors[rank][:, :2].to(device))
     assert_same(columns.cpu(), torch.cat([tensor[:, :2] for tensor in tensors], 1), "all_gather into columns")
-    view = torch.tensor([rank + 1j, 2.0], device=device).conj()
-    out = [torch.empty(2, dtype=torch.complex64, device=device) for _ in range(size)]
-    dist.group.WORLD.allgather([out], [view]).wait()
-    assert [one[0].item() for one in out] == [other - 1j for other in range(size)]
-    made = dist.BroadcastOptions()
-    made.rootRank = size - 1
-    dist.group.WORLD.broadcast([view], made).wait()
-    assert view[0].item() == size - 1 - 1j
 
 
-def of_different_sizes(device="cpu"):
+def coalesced_in_the_old_style(device="cpu"):
+    """Which torch uses for what has no coalesced form of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    gathered = [torch.empty(2 * other, device=device) for other in range(size)]
-    dist.all_gather(gathered, torch.full((2 * rank,), float(rank), device=device))
-    assert [one.tolist() for one in gathered] == [[float(other)] * (2 * other) for other in range(size)]
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
-        out = torch.empty(rank + 1, dtype=dtype, device=device)
-        parts = [torch.full((other + 1,), float(other + 1), dtype=dtype, device=device) for other in range(size)]
-        dist.reduce_scatter(out, parts)
-        assert out.tolist() == [float(size * (rank + 1))] * (rank + 1)
-    send = torch.cat([torch.full((receiver + 1, 2), 10.0 * rank + receiver) for receiver in range(size)]).to(device)
-    out = torch.empty((rank + 1) * size, 2, device=device)
-    dist.all_to_all_single(out, send, [rank + 1] * size, [receiver + 1 for receiver in range(size)])
-    right = torch.cat([torch.full((rank + 1, 2), 10.0 * sender + rank) for sender in range(size)])
-    assert_same(out.cpu(), right, "uneven all_to_all_single")
-    even = torch.empty(size, device=device)
-    dist.all_to_all_single(even, torch.arange(size, device=device) + 100.0 * rank)
-    assert even.tolist() == [100.0 * sender + rank for sender in range(size)]
-
-
-def coalesced(device="cpu"):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group, place = dist.group.WORLD, torch.device(device)
-    total = size * (size + 1) / 2
-    tensors = [torch.full((3,), rank + 1.0, device=device), torch.full((2, 2), 2.0 * (rank + 1), device=device)]
-    group.allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions()).wait()
-    assert [tensor.flatten()[0].item() for tensor in tensors] == [total, 2 * total]
-    outputs = [torch.empty(size * 2, device=device), torch.empty(size, device=device)]
-    inputs = [torch.full((2,), float(rank), device=device), torch.tensor([rank + 0.5], device=device)]
-    group.all_gather_single_coalesced(outputs, inputs).wait()
-    assert outputs[0].tolist() == torch.arange(float(size)).repeat_interleave(2).tolist()
-    assert outputs[1].tolist() == (torch.arange(size) + 0.5).tolist()
-    # The old style, which torch uses for what has no coalesced form of its own.
     first, second = torch.full((3,), rank + 1.0, device=device), torch.full((4,), float(rank), device=device).t()
-    with dist._coalescing_manager(device=place):
+    with dist._coalescing_manager(device=torch.device(device)):
         dist.broadcast(first, size - 1)
         dist.reduce(second, 0)
     assert first.tolist() == [float(size)] * 3
-    assert rank != 0 or second.tolist() == [total - size] * 4
+    assert rank != 0 or second.tolist() == [size * (size - 1) / 2] * 4
 
 
 def messages(device="cpu"):
@@ -216,19 +121,13 @@ def messages(device="cpu"):
     dist.barrier()
 
 
-def futures_and_functional_collectives(device="cpu"):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    tensor = torch.full((3,), rank + 1.0, device=device)
-    work = dist.all_reduce(tensor, async_op=True)
+def future_and_object(device="cpu"):
+    size = dist.get_world_size()
+    work = dist.all_reduce(torch.full((3,), dist.get_rank() + 1.0, device=device), async_op=True)
     doubled = work.get_future().then(lambda done: done.value()[0] * 2)
     assert doubled.wait().tolist() == [size * (size + 1.0)] * 3
-    total = functional.all_reduce(torch.tensor([rank + 1.0], device=device), "sum", group)
-    assert total.tolist() == [size * (size + 1) / 2]
-    swapped = functional.all_to_all_single(torch.arange(size, device=device) + 10 * rank, None, None, group)
-    assert swapped.tolist() == [10 * other + rank for other in range(size)]
     found = [None] * size
-    dist.all_gather_object(found, {"rank": rank})
+    dist.all_gather_object(found, {"rank": dist.get_rank()})
     assert found == [{"rank": other} for other in range(size)]
 
 
@@ -269,9 +168,14 @@ def everything(device="cpu", *, float8=True, without=()):
     for name in sorted(DTYPES.keys() - set(without)):
         reductions(name, device, float8=float8)
         moving(name, device)
-    for check in (strided, of_different_sizes, coalesced, mistakes):
+    with torch.device(device):
+        for check in SHARED:
+            check()
+    for check in (strided, coalesced_in_the_old_style, mistakes):
         check(device)
     calls = list(recorder.calls)
-    for check in (messages, futures_and_functional_collectives):
+    for check in (messages, future_and_object):
         check(device)
+    with torch.device(device):
+        collectives.functional_collectives()
     return calls

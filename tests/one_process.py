@@ -18,6 +18,20 @@ def data(*shape, rank=None, step=0, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def of_all_ranks(own, group=None):
+    """What each rank has called this with, by rank."""
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
+def in_place_mean(gradients, group):
+    """A reduce function of torch's collectives alone."""
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient.div_(dist.get_world_size(group))
+
+
 def seeded(make, *args, **kwargs):
     """The module that `make` makes, the same on every rank and at every call."""
     with torch.random.fork_rng():

@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from one_process import data
 
@@ -33,25 +34,36 @@ CLEARINGS = ("optimizer", "wrapper", "module", "loop", "another", None)
 
 
 class Dynamic(nn.Module):
-    """Branches of which each forward takes one or none; tied, scalar, empty, strided and channels-last parameters."""
+    """Branches of which each forward takes one or none; every kind of parameter, an LSTM and attention."""
 
     def __init__(self):
         super().__init__()
         self.stem = nn.Linear(4, 5)
+        self.read = nn.LSTM(5, 5)
+        self.attend = nn.MultiheadAttention(5, 1, bias=False)
         self.branches = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.late = nn.Linear(5, 5)
         self.convolve = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
         self.gain = nn.Parameter(torch.tensor(1.5))
         self.strided = nn.Parameter(torch.randn(5, 8)[:, ::2])
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.unused = nn.Linear(2, 2)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.tied = self.stem
 
     def forward(self, x, image, branch):
         h = torch.tanh(self.stem(x))
+        is_wide = h.dtype.itemsize > 2  # a deep model in halves shows too much which way one of them is rounded
+        if is_wide:
+            h = self.read((h + self.frozen)[None])[0][0]
+            h = h + self.attend(h, h, h, need_weights=False)[0]
         if branch < 3:
             h = h + torch.tanh(self.branches[branch](h))
+        elif is_wide:
+            h = h + checkpoint(self.late, h, use_reentrant=True)
         if branch % 2:
             h = h * self.convolve(image).mean() + self.empty.sum()
-        return (h @ self.strided) * self.gain
+        return (h @ self.strided + (h @ self.tied.weight if is_wide else 0)) * self.gain
 
 
 def loss_of(model, batch, rank):
@@ -77,13 +89,13 @@ class OptimizerStep:
     """
 
     batches: tuple[bool, ...]
-    clearing: str | None
-    to_none: bool
-    edit: tuple[float, bool] | None
-    max_norm: float | None
-    looks: bool
-    inf: bool
-    skipped: bool
+    clearing: str | None = "optimizer"
+    to_none: bool = True
+    edit: tuple[float, bool] | None = None
+    max_norm: float | None = None
+    looks: bool = False
+    inf: bool = False
+    skipped: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +130,12 @@ class Program:
             }
         saved_after = draw.randrange(len(steps) - 1)
         return cls(optimizer, dtype, master_dtype, wrapper, options, scaled, steps, saved_after)
+
+    @classmethod
+    def plain(cls, optimizer, steps=6, **options):
+        """Clipping in every second step, micro-batches in one, and nothing else."""
+        taken = tuple(OptimizerStep((*[False] * (k == 4), True), max_norm=0.3 if k % 2 else None) for k in range(steps))
+        return cls(optimizer, torch.float64, torch.float64, "plain", options, False, taken, steps - 1)
 
 
 def _random_step(draw, wrapper, *, scaled):

@@ -61,6 +61,7 @@ class Runner:
         self.norms = []
 
     def run(self, steps):
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         for number in steps:
             step = self.program.steps[number]
             self.clear(step)
@@ -78,6 +79,8 @@ class Runner:
             if not step.skipped:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
+                if not self.program.scaled:
+                    schedule.step()
             elif self.program.scaled:
                 self.scaler.update(self.scaler.get_scale())
             self.stepped()
@@ -236,11 +239,20 @@ class ReferenceRunner(Runner):
     def state(self):
         found = {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
         for name, master in self.twin.named_parameters():
+            if not master.requires_grad:
+                continue  # for which Adagrad has state from the beginning
             for key, value in self.optimizer.state.get(master, {}).items():
                 is_cut = torch.is_tensor(value) and value.dim() == master.dim() and key not in ("step", "mu", "eta")
                 is_cut = is_cut and key != "mu_product" and value.shape == master.shape
                 found[f"{name}/{key}"] = _in_memory_order(value, master) if is_cut else value
         return found
+
+
+def assert_same(module, expected, **tolerance):
+    """All values of both modules are close."""
+    state = module.state_dict()  # waits for what is under way
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(state[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
 def _in_memory_order(value, parameter):
@@ -277,14 +289,18 @@ def compare(ours, theirs):
     assert ours.scaler.get_scale() == theirs.scaler.get_scale()
 
 
-def first_half(seed, path):
-    """Run the program up to where it is saved, and hold it to one process; what the scaler's state is."""
-    program = Program.random(seed)
-    ours, theirs = WrapperRunner(program), ReferenceRunner(program, dist.get_world_size())
-    before = range(program.saved_after + 1)
-    ours.run(before)
-    theirs.run(before)
+def hold(program, group=None):
+    """Run a program up to where it is saved, on ranks and in one process, and compare."""
+    ours, theirs = WrapperRunner(program, group), ReferenceRunner(program, dist.get_world_size(group))
+    for runner in (ours, theirs):
+        runner.run(range(program.saved_after + 1))
     compare(ours, theirs)
+    return ours, theirs
+
+
+def first_half(seed, path):
+    """What the scaler's state is when the program is saved."""
+    ours, _ = hold(Program.random(seed))
     return ours.save(path)
 
 

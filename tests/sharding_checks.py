@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from one_process import of_all_ranks
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding import DistModule, broadcast_and_shard_state_dict, shard_broadcasted_state_dict
 
@@ -98,8 +99,7 @@ def error_on_all(call):
         text = str(error)
     else:
         text = None
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
+    texts = of_all_ranks(text)
     assert len(set(texts)) == 1, texts
     assert text is not None, "there was no error"
     return text
@@ -341,8 +341,7 @@ def dtypes_by_choice():
             fully_shard(net, mesh=mesh)
             DistModule(net, dtype=choice).load_state_dict(full if dist.get_rank() == 0 else {}, assign=assign)
             wanted = ours if choice == "module" or not assign else theirs
-            everywhere = [None] * RANKS
-            dist.all_gather_object(everywhere, full)
+            everywhere = of_all_ranks(full)
             for key in full:
                 assert_bits(getattr(net, key).full_tensor().detach(), everywhere[0][key].to(wanted), key)
 
@@ -432,8 +431,7 @@ def wrappers_names_are_understood():
     ddp = nn.parallel.DistributedDataParallel(nn.Linear(2, 3))
     full = nn.Linear(2, 3).state_dict()
     DistModule(ddp).load_state_dict(full if dist.get_rank() == 0 else {})
-    everywhere = [None] * RANKS
-    dist.all_gather_object(everywhere, full)
+    everywhere = of_all_ranks(full)
     assert_bits(ddp.module.weight.detach(), everywhere[0]["weight"], "weight")
 
 

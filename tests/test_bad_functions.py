@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from one_process import assert_gradients, mean_gradients, mlp, seeded, square
+from one_process import assert_gradients, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DistributedDataParallel, FunctionError, PeerAbortedError, average, broadcast, overlapped
 from rank_tests import each_variant, on_two_ranks
 
@@ -278,6 +278,5 @@ def test_a_broadcast_function_that_is_wrong(wrong, error, text):
     hold(wrapper, turns, error, text, "broadcast_function", is_late=True)
     wrapper.zero_grad()
     square(wrapper, dist.get_rank())
-    counts = [None] * 2
-    dist.all_gather_object(counts, wrapper.module.count)
+    counts = of_all_ranks(wrapper.module.count)
     assert torch.equal(*counts)

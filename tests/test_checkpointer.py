@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
+from one_process import of_all_ranks
 from ppe_ddp import (
     Checkpointer,
     CheckpointError,
@@ -113,8 +114,7 @@ def go_on_from_the_average(folder, steps):
     first = NoisyTraining(folder, outer=3)
     first.step(steps)
     first.checkpointer.save(steps)
-    everyone = [None] * 3
-    dist.all_gather_object(everyone, first.model.state_dict())
+    everyone = of_all_ranks(first.model.state_dict())
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         other = NoisyTraining(folder, seed=1, outer=3, group=group)
@@ -147,8 +147,7 @@ def go_on_after_a_failed_outer_step(folder, goes_on_with_outer_steps):
         with pytest.raises(RuntimeError if dist.get_rank() == 1 else PeerAbortedError, match=reason):
             first.step(1)
     first.checkpointer.save(3)
-    everyone = [None] * 3
-    dist.all_gather_object(everyone, first.model.state_dict())
+    everyone = of_all_ranks(first.model.state_dict())
     other = NoisyTraining(folder, seed=1, outer=3 if goes_on_with_outer_steps else 0)
     other.checkpointer.load()
     for name, value in other.model.state_dict().items():

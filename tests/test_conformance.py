@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import ppe_ddp
+from one_process import in_place_mean
 from ppe_ddp.testing import (
     ConformanceError,
     World,
@@ -36,12 +37,6 @@ def both(two_ranks, three_ranks):
 # ---------------------------------------------------------------- reduce functions
 
 
-def tensor_by_tensor(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
-
-
 def in_flight(gradients, group):
     gradients.buffer().div_(dist.get_world_size(group))
     return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
@@ -55,7 +50,7 @@ def test_our_own_reduce_function(both, capsys):
 
 @pytest.mark.parametrize(
     "function",
-    [tensor_by_tensor, in_flight, ppe_ddp.overlapped(tensor_by_tensor)],
+    [in_place_mean, in_flight, ppe_ddp.overlapped(in_place_mean)],
     ids=["blocking", "in flight", "overlapped"],
 )
 def test_good_reduce_functions(three, function):
@@ -93,24 +88,24 @@ def without_the_last(gradients, group):
 
 def only_for_rank_0(gradients, group):
     mine = gradients.buffer().clone()
-    tensor_by_tensor(gradients, group)
+    in_place_mean(gradients, group)
     if dist.get_rank(group) != 0:
         gradients.buffer().copy_(mine)
 
 
 def wrong_type(gradients, group):
-    tensor_by_tensor(gradients, group)
+    in_place_mean(gradients, group)
     return list(gradients)
 
 
 def too_far(gradients, group):
-    tensor_by_tensor(gradients, group)
+    in_place_mean(gradients, group)
     flat = gradients.buffer()
     torch.as_strided(flat, (flat.numel() + 1,), (1,), flat.storage_offset()).add_(0).select(0, -1).fill_(0)
 
 
 def parameters_instead(gradients, group):
-    tensor_by_tensor(gradients, group)
+    in_place_mean(gradients, group)
     with torch.no_grad():
         gradients.parameters()[0].zero_()
 
@@ -120,7 +115,7 @@ def raises(gradients, group):
 
 
 def shrinks(gradients, group):
-    tensor_by_tensor(gradients, group)
+    in_place_mean(gradients, group)
     gradients[0].resize_(0)
 
 
@@ -157,7 +152,7 @@ def test_a_function_that_ignores_its_group_shows_with_three_ranks(two, three):
 def forgets_heads(gradients, group):
     # Right in every question that is asked directly, wrong in a model.
     if not any(name.startswith("heads.0") for name in gradients.names()):
-        tensor_by_tensor(gradients, group)
+        in_place_mean(gradients, group)
 
 
 def test_models_find_what_questions_do_not(two):
@@ -170,7 +165,7 @@ def test_models_find_what_questions_do_not(two):
 
 def waits_for_nobody(gradients, group):
     if dist.get_rank(group) == 0:
-        tensor_by_tensor(gradients, group)
+        in_place_mean(gradients, group)
 
 
 def test_a_function_that_hangs_is_given_up():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import failing_shards
 from failing import WAYS, FailingNet, Refused, Switch
-from one_process import data, gradients, mean_of, seeded, square
+from one_process import data, gradients, mean_of, of_all_ranks, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
@@ -145,8 +145,7 @@ def test_what_was_accumulated_is_as_it_was(way, overlap):
             assert_same_bits(main_gradients(module), expected, there, "layers." if is_cut_short else ())
         assert has_failed or (rank != culprit and way == "in_the_wait") or (culprit and not overlap)
         if way != "in_the_wait":  # where some may have the averages
-            tables = [None] * 3
-            dist.all_gather_object(tables, main_gradients(module))
+            tables = of_all_ranks(main_gradients(module))
             if has_failed:
                 wrapper.finish_grad_sync()
                 mean = mean_of(tables, 3)
@@ -160,8 +159,7 @@ def main_gradients(module):
 
 def assert_shards(wrapper, own_table):
     """This rank's shards are those of the mean of what the ranks have."""
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, {name: gradient.float() for name, gradient in own_table.items()})
+    tables = of_all_ranks({name: gradient.float() for name, gradient in own_table.items()})
     mean, sharded = mean_of(tables, len(tables)), wrapper.sharded()
     for shard, gradient in zip(sharded.shards, sharded.gradients(), strict=True):
         torch.testing.assert_close(gradient, mean[shard.name].flatten()[shard.start : shard.stop])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from one_process import data, seeded
-from optimizing import assert_same
+from optim_runners import assert_same
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.optim import master_weights
 from ppe_ddp.optim.master_weights import FlatStep

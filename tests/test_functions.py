@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ppe_ddp
 from one_process import assert_gradients, mean_gradients, mlp, square
 from ppe_ddp import DistributedDataParallel, average, overlapped
 from ppe_ddp.backends.group_internals import store_of
@@ -177,8 +176,3 @@ def test_a_bucket_is_divided_once():
     for _ in range(2):
         bucket.divide(4)
         assert flat.tolist() == [2.0, 2.0]
-
-
-def test_the_default_declares_itself():
-    assert ppe_ddp.average.takes_divided
-    assert ppe_ddp.average.is_plain_average

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, mlp, seeded
+from one_process import assert_gradients, check, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_two_ranks
 
@@ -204,31 +204,3 @@ def test_backward_that_makes_a_graph(options):
                 parameter.grad = parameter.grad.detach()
 
     check(seeded(Branches), step, **options)
-
-
-class Gan(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        generator, critic = seeded(Branches), seeded(mlp, 2, 4, 1)
-        self.generator = DistributedDataParallel(generator, **options) if options else generator
-        self.critic = DistributedDataParallel(critic, **options) if options else critic
-
-    def forward(self, x, way):
-        return self.critic(self.generator(x, way))
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@on_two_ranks
-def test_two_wrappers_in_one_graph(overlap):
-    def step(model, rank):
-        model(data(4, 3, rank=rank), rank).sum().backward()
-        fake = model.generator(data(4, 3, rank=rank, step=1), 2).detach()
-        model.critic(fake).pow(2).sum().backward()
-
-    expected = mean_gradients(Gan(), step)
-    gan = Gan(overlap=overlap)
-    for _ in range(3):
-        gan.zero_grad()
-        step(gan, dist.get_rank())
-        assert_gradients(gan, {name.replace(".", ".module.", 1): g for name, g in expected.items()})
-        assert_same_on_all_ranks(gan)

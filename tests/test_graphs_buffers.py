@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import data, seeded
+from one_process import data, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -47,8 +47,7 @@ def test_buffers_that_the_user_holds_stay_the_same_tensors_and_a_broadcast_funct
         value = loss(wrapper, step)
         value.backward(retain_graph=dist.get_rank() == 1)
         (value if dist.get_rank() == 1 else loss(wrapper, 100 + step)).backward()
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, (lists, kept))
+    everyone = of_all_ranks((lists, kept))
     (lists, buffers), (theirs, others) = everyone
     assert lists == theirs
     assert all(map(torch.equal, buffers, others))
@@ -61,8 +60,7 @@ def test_a_graph_whose_buffer_cannot_be_spared_is_refused_by_autograd():
     kept = wrapper.module.scale
     value = loss(wrapper, 0)
     value.backward(retain_graph=True)
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, kept)
+    everyone = of_all_ranks(kept)
     assert torch.equal(everyone[0], everyone[1])
     error = RuntimeError if dist.get_rank() == 1 else PeerAbortedError
     with pytest.raises(

@@ -156,27 +156,6 @@ def test_compile(place):
     torch._dynamo.reset()
 
 
-@on_two_ranks
-def test_compile_outside_in_a_larger_function():
-    torch._dynamo.reset()
-    module = seeded(Parts)
-
-    def loss_of(model, rank):
-        return model(data(5, 4, rank=rank) * 2, rank).pow(2).sum()
-
-    expected = mean_gradients(module, lambda m, rank: loss_of(m, rank).backward())
-    wrapper = DistributedDataParallel(module)
-    compiled = torch.compile(lambda x, rank: wrapper(x * 2, rank).pow(2).sum(), backend="aot_eager")
-    for _ in range(3):
-        wrapper.zero_grad()
-        with wrapper.no_sync():
-            compiled(data(5, 4), dist.get_rank()).backward()
-        wrapper.zero_grad()
-        compiled(data(5, 4), dist.get_rank()).backward()
-        assert_gradients(module, expected)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False, "overlap": False}], ids=str)
 @on_two_ranks
 def test_compile_a_whole_step_with_its_backward(options):

@@ -21,6 +21,7 @@ from law_scenarios import check_case, every_variant
 from law_steps import StepKind, TrainingStep, Zeroing
 from laws import Case, Variant, breaches, observe, observe_all
 from library_warnings import without_warnings
+from one_process import in_place_mean
 from ppe_ddp.engine import negotiation
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.testing import ConformanceError, RankError, Ranks
@@ -41,12 +42,6 @@ RECIPES = st.builds(
 )
 STEPS = st.builds(TrainingStep, st.sampled_from(StepKind), st.sampled_from(Zeroing), st.booleans())
 CASES = st.builds(Case, RECIPES, st.lists(STEPS, min_size=1, max_size=3).map(tuple))
-
-
-def in_place_mean(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
 
 
 # Our own function, one of a user, and one of a user on a thread.

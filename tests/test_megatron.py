@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppe_ddp
-from one_process import data, mlp, seeded
+from one_process import data, mlp, of_all_ranks, seeded
 from ppe_ddp import DisagreementError, FunctionError
 from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.megatron import (
@@ -346,22 +346,6 @@ def test_an_iteration(options):
 
 
 @on_two_ranks
-def test_without_overlap_nothing_is_sent_before_finish():
-    model, rank = wrap(), dist.get_rank()
-    loss(model, rank).backward()
-    assert model.trace() is None
-    hold(model, mean_of_own(model.module, rank))
-    model.finish_grad_sync()
-    hold(model, mean_of(model.module))
-
-
-def mean_of_own(module, rank):
-    twin = copy.deepcopy(module)
-    loss(twin, rank).backward()
-    return [parameter.grad for parameter in twin.parameters()]
-
-
-@on_two_ranks
 def test_with_overlap_buckets_leave_in_reverse_order():
     model, rank = wrap(overlap_grad_reduce=True, bucket_size=20), dist.get_rank()
     loss(model, rank).backward()
@@ -524,8 +508,7 @@ def test_shards(overlap):
     assert [shard.name for shard in part.shards] == [name for name, _ in module.named_parameters()]
     assert sorted(k for unit in part.units for k in unit) == list(range(6))
     assert part.units[0][0] == 0  # a forward needs the first layer first
-    everyone = [None] * 2
-    dist.all_gather_object(everyone, [(shard.start, shard.stop) for shard in part.shards])
+    everyone = of_all_ranks([(shard.start, shard.stop) for shard in part.shards])
     for shard, *pieces in zip(part.shards, *everyone, strict=True):
         covered = sorted(i for start, stop in pieces for i in range(start, stop))
         assert covered == list(range(shard.parameter.numel()))

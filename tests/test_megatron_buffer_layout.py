@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
+from ppe_ddp.megatron.gradient_buffers import BufferKind, Item, lay_out
 
 CPU = torch.device("cpu")
 KINDS = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from one_process import data, mlp, seeded
+from one_process import data, mlp, of_all_ranks, seeded
 from ppe_ddp.compression import ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
 from rank_tests import on_two_ranks
@@ -31,8 +31,7 @@ def test_what_is_not_sent_is_kept(overlap, compressor):
     rest = [torch.zeros_like(parameter) for parameter in plain.module.parameters()]
     for step in range(6):
         exact, found = run(plain, step), run(ours, step)
-        same = [None] * 2
-        dist.all_gather_object(same, found)
+        same = of_all_ranks(found)
         assert all(torch.equal(one, other) for one, other in zip(*same, strict=True))
         for k, (one, other) in enumerate(zip(exact, found, strict=True)):
             rest[k] += one - other

@@ -24,7 +24,9 @@ from laws import breaches, observe_all
 from library_warnings import without_warnings
 from mpi_check_kit import CHECKS, DTYPES, assert_same, data, expected, names_for
 from node_worlds import BACKENDS, in_own_world, long_on_nodes, some, worlds
-from optimizing import OPTIMIZERS, hold_to_one_process
+from one_process import in_place_mean
+from optim_programs import Program
+from optim_runners import hold
 from ppe_ddp.testing import (
     Nodes,
     World,
@@ -270,18 +272,12 @@ def fail_on(rank):
 # ---------------------------------------------------------------- the conformance kit
 
 
-def by_tensor(gradients, group):
-    for gradient in gradients:
-        dist.all_reduce(gradient, group=group)
-        gradient.div_(dist.get_world_size(group))
-
-
 @pytest.mark.parametrize("world", worlds(*LAYOUTS, short=()), indirect=True)
 def test_the_conformance_kit_certifies_what_is_right(world):
     there = World(ranks=(world,))
     backend = BACKENDS["mpirun" if "mpi4py" in world.run(dist.get_backend) else "torchrun"]
     check_backend(backend, world=there)
-    check_reduce_function(ppe_ddp.overlapped(by_tensor), world=there)
+    check_reduce_function(ppe_ddp.overlapped(in_place_mean), world=there)
     check_comm_hook(None, allreduce_hook, world=there)
     check_broadcast_function(ppe_ddp.broadcast, world=there)
 
@@ -313,7 +309,7 @@ def test_megatrons_wrapper(world, part):
 
 
 def hold_the_optimizer(name):
-    hold_to_one_process(OPTIMIZERS[name], steps=3)
+    hold(Program.plain(name, 3))
 
 
 @on_all

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, seeded
+from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
 from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError
 from ppe_ddp.compression import RandomK, WarmUp
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
@@ -159,8 +159,7 @@ def plain(options):
             step(wrapper, dist.get_rank(), number)
             assert_same_on_all_ranks(wrapper.module)
             buckets = [bucket.parameters for bucket in wrapper.trace().buckets]
-            everywhere = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, buckets)
+            everywhere = of_all_ranks(buckets)
             assert everywhere == [buckets] * len(everywhere)
             return gradients(wrapper.module)
 

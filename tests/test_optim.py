@@ -9,16 +9,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from one_process import data, mlp, seeded
-from optimizing import OPTIMIZERS, DistributedRun, OneProcess, assert_same, everything, hold_to_one_process
+from optim_programs import Program, loss_of
+from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from rank_tests import on_three_ranks, on_two_ranks
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["momentum", "adamw", "adam", "adamw fused", "adagrad", "rmsprop"])
 @on_three_ranks
 def test_it_trains_like_one_process(name):
-    ours, theirs = hold_to_one_process(OPTIMIZERS[name])
-    kept = torch.tensor(ours.state_numbers())
+    ours, theirs = hold(Program.plain(name))
+    values = [value for state in ours.optimizer.state.values() for value in state.values()]
+    kept = torch.tensor(sum(value.numel() for value in values if torch.is_tensor(value) and value.dim()))
     states = [state for parameter, state in theirs.optimizer.state.items() if parameter.requires_grad]
     tensors = [value for state in states for key, value in state.items() if key != "step"]
     everything = sum(tensor.numel() for tensor in tensors)
@@ -30,26 +32,31 @@ def test_it_trains_like_one_process(name):
 
 @on_two_ranks
 def test_two_ranks_and_small_buckets():
-    hold_to_one_process(OPTIMIZERS["adamw"], bucket_cap_mb=1e-3)
-    hold_to_one_process(OPTIMIZERS["sgd"], overlap=False, gradient_as_bucket_view=False)
+    hold(Program.plain("adamw", bucket_cap_mb=1e-3))
+    hold(Program.plain("momentum", overlap=False, gradient_as_bucket_view=False))
 
 
 @on_three_ranks
 def test_a_subgroup():
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
-        hold_to_one_process(OPTIMIZERS["adamw"], group=group, steps=4)
+        hold(Program.plain("adamw", 4), group)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @on_three_ranks
 def test_the_norm_is_that_of_all_shards(norm_type):
-    ours = DistributedRun(everything(), OPTIMIZERS["sgd"])
-    theirs = OneProcess(everything(), OPTIMIZERS["sgd"], 3)
-    for step in range(2):
-        norms = [trainer.step(step, max_norm=0.01, norm_type=norm_type) for trainer in (ours, theirs)]
-        torch.testing.assert_close(*norms)
-    assert_same(ours.wrapper, theirs.module)
+    twin = make_model(torch.float64)
+    wrapper = DistributedDataParallel(make_model(torch.float64))
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    loss_of(wrapper, 3, dist.get_rank()).backward()
+    (sum(loss_of(twin, 3, rank) for rank in range(3)) / 3).backward()
+    parameters = [parameter for parameter in twin.parameters() if parameter.numel()]  # else torch finds no largest one
+    norms = optimizer.clip_grad_norm_(0.01, norm_type), nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
+    torch.testing.assert_close(*norms)
+    optimizer.step()
+    torch.optim.SGD(parameters, lr=0.1).step()
+    assert_same(wrapper, twin)
     everyone = [torch.zeros_like(norms[0]) for _ in range(3)]
     dist.all_gather(everyone, norms[0])
     assert all(torch.equal(norm, norms[0]) for norm in everyone)
@@ -83,12 +90,11 @@ def test_what_is_loaded_into_the_model_is_what_is_trained():
 
 @on_two_ranks
 def test_hooks_that_reduce_are_used_and_the_shard_kept():
-    ours = DistributedRun(everything(torch.float32), OPTIMIZERS["sgd"])
+    program = Program.plain("momentum", 3)
+    ours, theirs = WrapperRunner(program), ReferenceRunner(program, 2)
     ours.wrapper.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    theirs = OneProcess(everything(torch.float32), OPTIMIZERS["sgd"], 2)
-    for step in range(3):
-        ours.step(step)
-        theirs.step(step)
+    for runner in (ours, theirs):
+        runner.run(range(3))
     assert_same(ours.wrapper, theirs.module, rtol=2e-2, atol=2e-3)
 
 

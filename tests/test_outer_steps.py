@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from library_warnings import library_warnings
-from one_process import Routes, assert_same_on_all_ranks, data, mlp, seeded
+from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
 from ppe_ddp.compression.outer_steps import OuterSteps
@@ -109,8 +109,7 @@ def test_outer_steps_are_compressed():
             loss = (wrapper(data(8, 4, step=step)) - 1).pow(2).mean()
             loss.backward()
             optimizer.step()
-        same = [None] * 2
-        dist.all_gather_object(same, [parameter.detach() for parameter in wrapper.parameters()])
+        same = of_all_ranks([parameter.detach() for parameter in wrapper.parameters()])
         assert all(torch.equal(one, other) for one, other in zip(*same, strict=True))
         return float(loss), wrapper.trace().gradient_nbytes
 
@@ -149,8 +148,7 @@ def test_stopped():
 
 
 def same_on_all_ranks(module):
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, [parameter.detach() for parameter in module.parameters()])
+    tables = of_all_ranks([parameter.detach() for parameter in module.parameters()])
     return all(all(map(torch.equal, tables[0], table)) for table in tables)
 
 

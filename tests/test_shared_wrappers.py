@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, seeded
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.engine.backward import Phase
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -97,8 +97,7 @@ def run(wrappers, programs, step=0):
 
 def assert_same_buffers(model):
     own = [buffer.clone() for buffer in model.buffers()]
-    tables = [None] * dist.get_world_size()
-    dist.all_gather_object(tables, own)
+    tables = of_all_ranks(own)
     for table in tables:
         assert all(map(torch.equal, table, own))
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from library_warnings import library_warnings
-from one_process import data, mlp, seeded
+from one_process import data, mlp, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.stragglers import _LIMITS, NBYTES, WINDOW, RankTimes
 from rank_tests import on_three_ranks, on_two_ranks
@@ -105,8 +105,7 @@ def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
     table = wrapper.rank_times()
     assert table[1].is_slow
     assert table[1].compute_ms > 45
-    tables = [None] * 3
-    dist.all_gather_object(tables, table)
+    tables = of_all_ranks(table)
     assert tables == [table] * 3
     assert [text for text in texts if "rank 1 is slow" in text] == texts[:1] if rank == 0 else not texts
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ppe_ddp
+from one_process import of_all_ranks
 from ppe_ddp import megatron
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.backends.work import Work
@@ -113,8 +114,7 @@ def test_no_bucket_arrives_before_every_rank_has_launched_it():
         for _ in range(3):
             model(torch.randn(3, 64)).sum().backward()
     own = recording.result().on_one_clock()
-    found = [None, None]
-    dist.all_gather_object(found, own)
+    found = of_all_ranks(own)
     mine, theirs = ([s for s in one.spans if s.kind == "bucket"] for one in found)
     assert len(mine) == len(theirs) > 3
     error = max(one.clock.error_ns for one in found)
@@ -184,8 +184,7 @@ def test_clocks_that_differ_are_compared():
         patch.setattr(rank_record, "perf_counter_ns", lambda: perf_counter_ns() + shift)
         found = measure_offset(dist.group.WORLD)
     assert abs(found.offset_ns - shift) <= found.error_ns < 1_000_000_000
-    jobs = [None, None]
-    dist.all_gather_object(jobs, found.job)
+    jobs = of_all_ranks(found.job)
     assert jobs[0] == jobs[1]
 
 

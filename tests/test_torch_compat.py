@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from library_warnings import library_warnings
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded, square
-from ppe_ddp import DisagreementError, DistributedDataParallel
+from ppe_ddp import DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -71,21 +71,6 @@ def test_what_has_no_meaning_is_warned_about_once(ignored):
     assert f"ignores {name}: " in texts[0]
 
 
-@on_two_ranks
-def test_bucket_cap_mb():
-    module = seeded(mlp, 4, 64, 64, 2)
-    sizes = {}
-    for cap in (None, 0.01, 1e-6):
-        wrapper = DistributedDataParallel(module, bucket_cap_mb=cap)
-        square(wrapper, dist.get_rank())
-        sizes[cap] = [bucket.nbytes for bucket in wrapper.trace().buckets]
-    assert len(sizes[None]) == 1
-    assert 1 < len(sizes[0.01]) < 6
-    assert all(nbytes < 2 * 0.01 * 2**20 for nbytes in sizes[0.01])
-    assert len(sizes[1e-6]) == 6
-    assert sum(sizes[None]) == sum(sizes[1e-6]) == sum(p.nbytes for p in module.parameters())
-
-
 @pytest.mark.parametrize("name", ["bucket_cap_mb", "bucket_cap_mb_list"])
 @on_two_ranks
 def test_buckets_of_several_sizes(name):
@@ -101,15 +86,6 @@ def test_buckets_of_several_sizes(name):
     assert 800 <= sizes[1] < 800 + 256
     assert all(500 <= nbytes < 500 + 256 for nbytes in sizes[2:-1])
     assert sum(sizes) == 8 * 288
-
-
-@on_two_ranks
-def test_ranks_must_choose_the_same_sizes():
-    first = 1 + dist.get_rank()
-    with pytest.raises(
-        DisagreementError, match=r"bucket_cap_mb 2\.0, 4\.0 .* where rank 0 has bucket_cap_mb 1\.0, 4\.0"
-    ):
-        DistributedDataParallel(mlp(2, 2), bucket_cap_mb=[first, 4])
 
 
 @pytest.mark.parametrize("caps", [[], 0, -1, float("nan"), [1, 0], (2, -1), "25", [1, "2"]], ids=str)
@@ -154,14 +130,6 @@ def test_require_backward_grad_sync_may_be_set():
         model.require_backward_grad_sync = True
         square(model, dist.get_rank(), 1)
         assert_gradients(model.module, expected)
-
-
-@on_two_ranks
-def test_no_sync_of_a_copy_holds_from_its_first_forward():
-    twin = copy.deepcopy(DistributedDataParallel(seeded(mlp, 4, 2)))
-    with twin.no_sync():
-        square(twin, dist.get_rank())
-    assert twin.trace() is None
 
 
 @on_two_ranks

@@ -229,10 +229,7 @@ def _digest(file: Path) -> Digest:
 
 
 def write_entries(entries: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Write what each rank has of the entries into files of its own; all ranks call this together.
-
-    The files need not be on the disk afterwards. An error of one rank is raised on all.
-    """
+    """Write what each rank has into files of its own, not yet synchronized; on all ranks, as are the errors of one."""
     planner = _PlainSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Files are synchronized where their checksums are made: torch does so before it has written what it still buffers.
     writer = _EntryWriter(folder, sync_files=False)
@@ -240,10 +237,7 @@ def write_entries(entries: dict[str, Any], folder: Path, load_group: LoadGroup) 
 
 
 def read_entries(targets: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Read entries into ``targets``, tensors into those that are there; all ranks call this together.
-
-    An error of one rank is raised on all, when some tensors may have been read.
-    """
+    """Read into ``targets``, tensors into those that are there; on all ranks, as are the errors of one."""
     planner = _PlainLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _together(load_group, partial(load, targets, storage_reader=_EntryReader(folder), planner=planner))
 

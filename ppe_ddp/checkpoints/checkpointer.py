@@ -16,12 +16,11 @@ from __future__ import annotations
 import logging
 import random
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -45,19 +44,24 @@ RANKS = "ranks"
 """The first part of the names of entries that each rank has for itself; the rank follows."""
 
 
-class SavedPart(ABC):
-    """A part of a training's state under a name of its own."""
+class SavedPart:
+    """A part of a training's state under a name of its own: a module, or what has all its state from the beginning."""
 
     is_of_rank = False  # each rank saves its own, which only as many ranks can load
     begins_from_module = False  # it is loaded after modules
+    tables: ClassVar[Mapping[str, int]] = {}  # of the state, by name, how many keys deep values lie
 
     def __init__(self, name: str, what: Any) -> None:
         self.prefix = f"{name}."
         self._what = what
 
-    @abstractmethod
     def entries(self) -> dict[str, Any]:
         """The entries to save, by name: tensors, which are the part's own, and plain values."""
+        return {name: table[key] for name, table, key in self._places(self._what.state_dict())}
+
+    def _places(self, state: dict[Any, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
+        """The names of all entries in ``state``, each with the dictionary where it is and its key there."""
+        return [*_values(state, self.prefix, lambda key: self.tables.get(key, 0))]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """The entries to load into, by name; None for what is no tensor."""
@@ -68,37 +72,24 @@ class SavedPart(ABC):
             raise ValueError(f"the checkpoint lacks {lacking} and has {more}, which are not here: load the same model")
         return {name: value if isinstance(value, torch.Tensor) else None for name, value in own.items()}
 
-    @abstractmethod
     def load(self, entries: Mapping[str, Any]) -> None:
         """Go on from the entries that were loaded, those of other parts among them; all ranks call it together."""
-
-    def _own(self, entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """This part's ``entries``, by what follows its name."""
-        return [(n.removeprefix(self.prefix), value) for n, value in entries.items() if n.startswith(self.prefix)]
+        state = self._what.state_dict()  # a module's has the versions of its modules
+        for name, table, key in self._places(state):
+            table[key] = entries[name]
+        self._what.load_state_dict(state)
 
     def _check_saved(self, entry: str, saved: Metadata) -> None:
         if entry not in saved.state_dict_metadata:
             raise ValueError(f"the checkpoint lacks {entry!r}: it was saved without this part")
 
 
-class _ModulePart(SavedPart):
-    """A module, or a wrapper of one."""
-
-    def entries(self) -> dict[str, Any]:
-        return {self.prefix + key: value for key, value in self._what.state_dict().items()}
-
-    def load(self, entries: Mapping[str, Any]) -> None:
-        own = self._what.state_dict()  # which has the versions of modules
-        own.update({key: entries[self.prefix + key] for key in own})
-        self._what.load_state_dict(own)
-
-
-class AveragedModulePart(_ModulePart):
+class AveragedModulePart(SavedPart):
     """A module of which each rank has saved its own, where other ranks or synchronized ones begin from the average."""
 
     def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
         super().__init__(name, module)
-        self._parts = [_ModulePart(own_name(name, rank), module) for rank in range(saved_by)]
+        self._prefixes = [f"{own_name(name, rank)}." for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """Nothing yet: the modules of all ranks together may need more memory than there is."""
@@ -107,31 +98,23 @@ class AveragedModulePart(_ModulePart):
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """The averages of floating-point numbers, and rank 0's of all else; ``read`` is called rank by rank."""
         total: dict[str, Any] = {}
-        for part in self._parts:
-            targets = _as_saved(saved, part.prefix)
+        for prefix in self._prefixes:
+            targets = _as_saved(saved, prefix)
             read(targets)
             for entry, value in targets.items():
-                key = self.prefix + entry.removeprefix(part.prefix)
+                key = self.prefix + entry.removeprefix(prefix)
                 if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
                     total.setdefault(key, value)
                     continue
                 wide = torch.promote_types(value.dtype, torch.float32)
-                total[key] = total.get(key, 0) + value.to(wide) / len(self._parts)
+                total[key] = total.get(key, 0) + value.to(wide) / len(self._prefixes)
         return total
 
 
 class _TablesPart(SavedPart):
     """A part with tables of tensors in its state, the same on every rank, and perhaps none before its first step."""
 
-    tables: dict[str, int]  # by name, how many keys deep values lie
     always: str  # an entry that there is in any case
-
-    def entries(self) -> dict[str, Any]:
-        found = [(str(key), value, self.tables.get(key, 0)) for key, value in self._what.state_dict().items()]
-        while any(depth for _, _, depth in found):
-            inner = ((f"{name}.{key}", table[key], depth - 1) for name, table, depth in found if depth for key in table)
-            found = [*(one for one in found if not one[2]), *inner]
-        return {self.prefix + name: value for name, value, _ in found}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """New tensors as they were saved."""
@@ -140,12 +123,12 @@ class _TablesPart(SavedPart):
 
     def load(self, entries: Mapping[str, Any]) -> None:
         state: dict[Any, Any] = {name: {} for name in self.tables}
-        for name, value in self._own(entries):
+        for name in (one.removeprefix(self.prefix) for one in entries if one.startswith(self.prefix)):
             *path, last = name.split(".", self.tables.get(name.partition(".")[0], 0))
             table = state
             for key in path:
                 table = table.setdefault(int(key) if key.isdecimal() else key, {})
-            table[last] = value
+            table[last] = entries[self.prefix + name]
         self._what.load_state_dict(state)
 
 
@@ -163,16 +146,9 @@ class _OuterPart(_TablesPart):
 
 
 class _ShardedOptimizerPart(SavedPart):
-    """A ``DistributedOptimizer``: its state_dict has every entry from the beginning."""
+    """A ``DistributedOptimizer``."""
 
-    def entries(self) -> dict[str, Any]:
-        return {self.prefix + ".".join(path): table[path[-1]] for path, table in _leaves(self._what.state_dict())}
-
-    def load(self, entries: Mapping[str, Any]) -> None:
-        state_dict = self._what.state_dict()
-        for path, table in list(_leaves(state_dict)):
-            table[path[-1]] = entries[self.prefix + ".".join(path)]
-        self._what.load_state_dict(state_dict)
+    tables: ClassVar = {"state": 2, "exists": 1, "master": 1, "layout": 1}
 
 
 class _RankPart(SavedPart):
@@ -197,7 +173,7 @@ class _RankPart(SavedPart):
 
 _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
     OuterSteps: _OuterPart,
-    nn.Module: _ModulePart,
+    nn.Module: SavedPart,
     DistributedOptimizer: _ShardedOptimizerPart,
     Optimizer: _OptimizerPart,
 }
@@ -235,7 +211,7 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
         return None
     if isinstance(what, nn.Module):
         is_own = any(one.is_between for one in outer_steps if one.is_of(what))
-        return _ModulePart(own_name(name, rank), what) if is_own else None
+        return SavedPart(own_name(name, rank), what) if is_own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
     return _OptimizerPart(own_name(name, rank), what) if is_plain else None
 
@@ -243,16 +219,13 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
 def loaded_part(
     name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
 ) -> SavedPart | None:
-    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same.
-
-    Without outer steps it must be the same on all ranks from here on.
-    """
+    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
         return _OptimizerPart(own_name(name, rank % saved_by if outer_steps else 0), what)
     if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
-        return _ModulePart(own_name(name, rank), what)
+        return SavedPart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 
 
@@ -267,13 +240,14 @@ def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:
     }
 
 
-def _leaves(table: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The paths to all that is no dictionary, or an empty one, each with the dictionary that it is in."""
+def _values(
+    table: dict[Any, Any], prefix: str, depth_of: Callable[[Any], int]
+) -> Iterator[tuple[str, dict[Any, Any], Any]]:
     for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, (*path, key))
+        if depth := depth_of(key):
+            yield from _values(value, f"{prefix}{key}.", lambda _, below=depth - 1: below)  # type: ignore[misc]
         else:
-            yield (*path, key), table
+            yield f"{prefix}{key}", table, key
 
 
 def random_states() -> dict[str, Any]:

@@ -19,8 +19,6 @@ from typing import Any, NamedTuple
 
 from ppe_ddp.launchers import detect
 
-__all__ = ["COMMANDS", "Command", "main"]
-
 
 class Command(NamedTuple):
     """One command: the words that call it, what it does in one line, and ``module`` or ``module:class``."""
@@ -45,14 +43,7 @@ COMMANDS: tuple[Command, ...] = (
 def main(
     words: Sequence[str] | None = None, *, program: str = "python -m ppe_ddp", commands: Sequence[Command] = COMMANDS
 ) -> int:
-    """Runs one command.
-
-    Returns:
-        The exit code: 0 for success, 2 for a wrong command line, others as the command has them.
-
-    Raises:
-        SystemExit: From argparse, for a command's ``--help`` (0) and for wrong arguments (2).
-    """
+    """Run one command; the exit code: 2 for a wrong command line. argparse leaves by SystemExit, as for ``--help``."""
     words = list(sys.argv[1:] if words is None else words)
     for command in commands:
         own = command.words.split()

@@ -39,31 +39,10 @@ from ppe_ddp.launchers import detect
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["OPERATIONS", "add_arguments", "measure", "run"]
 
 _FACTOR = 8
 _BLOCK_SECONDS = 0.05
 _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64)}
-
-
-def _all_reduce(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
-def _broadcast(whole: Tensor, _part: Tensor, group: Any) -> Tensor:
-    dist.broadcast(whole, 0, group=group)
-    return whole
-
-
-def _all_gather(whole: Tensor, part: Tensor, group: Any) -> Tensor:
-    dist.all_gather_into_tensor(whole, part, group=group)
-    return whole
-
-
-def _reduce_scatter(whole: Tensor, part: Tensor, group: Any) -> Tensor:
-    dist.reduce_scatter_tensor(part, whole, group=group)
-    return part
 
 
 def _parts(result: Tensor, ranks: int) -> Tensor:
@@ -71,14 +50,30 @@ def _parts(result: Tensor, ranks: int) -> Tensor:
     return numbers.to(result.dtype).repeat_interleave(result.numel() // ranks)
 
 
-Function = Callable[[Tensor, Tensor, Any], Tensor]
+Call = Callable[[Tensor, Tensor, Any], object]
 
-# What runs it, what its result should be where each rank gave rank + 1, and busbw / algbw by the number of ranks.
-OPERATIONS: dict[str, tuple[Function, Callable[[Tensor, int], Any], Callable[[int], float]]] = {
-    "all_reduce": (_all_reduce, lambda _result, n: n * (n + 1) / 2, lambda n: 2 * (n - 1) / n),
-    "broadcast": (_broadcast, lambda _result, _n: 1, lambda _n: 1),
-    "all_gather": (_all_gather, _parts, lambda n: (n - 1) / n),
-    "reduce_scatter": (_reduce_scatter, lambda _result, n: n * (n + 1) / 2, lambda n: (n - 1) / n),
+# What runs it on the whole and a rank's part of it, whether the result is the part, what it should be where each rank
+# gave rank + 1, and busbw / algbw by the number of ranks.
+OPERATIONS: dict[str, tuple[Call, bool, Callable[[Tensor, int], Any], Callable[[int], float]]] = {
+    "all_reduce": (
+        lambda whole, _, group: dist.all_reduce(whole, group=group),
+        False,
+        lambda _, n: n * (n + 1) / 2,
+        lambda n: 2 * (n - 1) / n,
+    ),
+    "broadcast": (lambda whole, _, group: dist.broadcast(whole, 0, group=group), False, lambda *_: 1, lambda n: 1),
+    "all_gather": (
+        lambda whole, part, group: dist.all_gather_into_tensor(whole, part, group=group),
+        False,
+        _parts,
+        lambda n: (n - 1) / n,
+    ),
+    "reduce_scatter": (
+        lambda whole, part, group: dist.reduce_scatter_tensor(part, whole, group=group),
+        True,
+        lambda _, n: n * (n + 1) / 2,
+        lambda n: (n - 1) / n,
+    ),
 }
 
 
@@ -138,7 +133,6 @@ def measure(arguments: argparse.Namespace, platform: Platform) -> list[dict[str,
 
 
 def _groups(platform: Platform, control: ProcessGroup) -> dict[str, Any]:
-    """The groups that are compared, one a backend."""
     if platform.device == "cpu":
         return {"gloo": control, **({"mpi4py": dist.group.WORLD} if benchmarking.over_mpi() else {})}
     groups = {"nccl": dist.new_group(backend="nccl")}
@@ -161,9 +155,8 @@ def _lines(
     platform: Platform,
     control: ProcessGroup,
 ) -> Iterator[dict[str, Any]]:
-    """Measure one size over all backends."""
     ranks = dist.get_world_size()
-    function, _, factor = OPERATIONS[operation]
+    function, *_, factor = OPERATIONS[operation]
     per_rank = max(1, nbytes // dtype.itemsize // ranks)
     elements = max(1, nbytes // dtype.itemsize) if operation in ("all_reduce", "broadcast") else per_rank * ranks
     whole, part = (torch.zeros(n, dtype=dtype, device=platform.device) for n in (elements, per_rank))
@@ -196,8 +189,9 @@ def _lines(
 
 def count_wrong(operation: str, whole: Tensor, part: Tensor, group: Any) -> int:
     """The number of wrong elements on this rank, where each rank gives its number plus one."""
-    function, expected, _ = OPERATIONS[operation]
+    function, is_part, expected, _ = OPERATIONS[operation]
     whole.fill_(dist.get_rank() + 1)
     part.fill_(dist.get_rank() + 1)
-    result = function(whole, part, group)
+    function(whole, part, group)
+    result = part if is_part else whole
     return int((result != expected(result, dist.get_world_size())).sum())

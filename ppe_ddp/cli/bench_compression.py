@@ -33,8 +33,6 @@ from ppe_ddp.cli.benchmarking import largest, on_ranks, print_table, without_war
 from ppe_ddp.cli.command_line import count, write_report
 from ppe_ddp.compression import BF16, FP16, Int8, PowerSGD, RandomK, Sign, TopK, Uncompressed
 
-__all__ = ["METHODS", "add_arguments", "measure", "run"]
-
 _WARM_UP = 3
 _FASTEST = 1e6  # Mbit/s: above any link
 

@@ -49,7 +49,6 @@ from ppe_ddp.cli.command_line import count, fail, told, write_report
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["WORKLOADS", "Contestant", "GradientMismatchError", "Workload", "add_arguments", "compare", "measure", "run"]
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
 # The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
@@ -86,7 +85,6 @@ def _random(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 
 def _chain(width: int, depth: int) -> nn.Sequential:
-    """Many small layers in a row."""
     layers: list[nn.Module] = []
     for _ in range(depth):
         linear = nn.Linear(width, width)
@@ -208,15 +206,7 @@ def keyword(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out.
-
-    Returns:
-        0 if all was measured; 1 if a rank that was started here failed; 2 if the ranks that there are cannot be used,
-        or are not as many as were asked for.
-
-    Raises:
-        GradientMismatchError: In a rank that was started outside: two contestants do not compute the same.
-    """
+    """Measure, and print what came out; 1 if a rank failed, 2 if the ranks cannot be used, or others were asked for."""
     try:
         platform = Platform.of(arguments.device, arguments.backend)
     except (ImportError, ValueError) as error:
@@ -314,7 +304,6 @@ _IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
-    """The contestants, in the order of results."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
@@ -374,13 +363,9 @@ class GradientMismatchError(RuntimeError):
 
 
 def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
-    """Measure some models in the default process group. All ranks call this together.
+    """Measure some models in the default process group, on all ranks together: a result a model, as reports have it.
 
-    Returns:
-        One result a model, as the report has it; what was sent is this rank's, all else the same on every rank.
-
-    Raises:
-        GradientMismatchError: Two contestants do not compute the same.
+    What was sent is this rank's, all else the same on every rank. GradientMismatchError where two do not agree.
     """
     control, group = platform.enter(), dist.new_group(backend="gloo") if over_mpi() else None
     with warnings.catch_warnings():
@@ -460,7 +445,6 @@ def compare(
 
 
 def _check(contestants: Mapping[str, Contestant]) -> None:
-    """Compare the gradients of all contestants that communicate."""
     expected = contestants["torch"].module
     for name, one in contestants.items():
         if name in ("torch", "bare"):

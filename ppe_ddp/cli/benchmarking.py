@@ -30,7 +30,6 @@ from ppe_ddp.testing import JobStarter, RankError, Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BACKENDS", "Platform", "Spread", "add_arguments", "in_turn", "on_ranks", "over_mpi", "print_table"]
 
 DEFAULT_RANKS = 2
 _RUN_SECONDS, _COLLECTIVE_SECONDS = 3600.0, 300.0
@@ -96,10 +95,7 @@ class Platform:
         return Ranks(ranks, backend=self.backend, starter=starter, timeout=timeout, group_timeout=_COLLECTIVE_SECONDS)
 
     def join(self, wanted: int | None = None) -> None:
-        """Join the ranks that a launcher has started; all call this together. Under mpirun the CPU's are mpi4py's.
-
-        Raises ValueError where these are not as many as are wanted, and what :func:`init_process_group` raises.
-        """
+        """Join the ranks that a launcher has started, on all together; under mpirun those of CPUs over mpi4py."""
         if "nccl" in self.backend and many_ranks_a_device():
             os.environ.setdefault(SHARE_DEVICES, "1")
         is_over_mpi = self == Platform() and detect(os.environ).launcher == "mpirun"
@@ -155,10 +151,8 @@ def on_ranks(
 
     ``measure``, a function of a module, is called with ``words`` on every rank in a process group, and ``publish`` on
     rank 0 with its result there and the number of ranks. It starts ``ranks``, by default two; where a launcher has
-    started some, there must be as many.
-
-    Returns:
-        The exit code: that of ``publish``; 1 if a rank that was started here failed; 2 if the ranks cannot be used.
+    started some, there must be as many. The exit code is that of ``publish``; 1 if a rank that was started here has
+    failed, 2 if the ranks cannot be used.
     """
     platform = platform or Platform()
     try:
@@ -186,14 +180,11 @@ def in_turn(
     platform: Platform,
     control: ProcessGroup | None,
 ) -> dict[str, list[float]]:
-    """Time contestants in turn; all ranks call this together.
+    """Time contestants in turn, on all ranks together: by name the seconds of a step on the slowest, by repetition.
 
     Every repetition gives each contestant one block of consecutive steps, in an order drawn anew, behind a barrier.
     Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
     since the one before.
-
-    Returns:
-        By name the seconds of a step on the slowest rank, one number a repetition.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order, shuffler = list(contestants), random.Random(0)

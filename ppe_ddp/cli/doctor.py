@@ -37,8 +37,6 @@ from ppe_ddp.torch_internals import tried_versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Candidate", "Diagnosis", "Doctor", "Env", "candidates", "diagnose"]
-
 
 # ---------------------------------------------------------------------- what is there
 

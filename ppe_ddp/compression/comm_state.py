@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,9 @@ class CommState:
         self._before: dict[str, dict[str, Any]] = {}
         self._taken: dict[str, dict[str, Any]] = {}  # what was before the last step that was taken
         self._can_revoke = can_revoke
-        self._undecided: _Stepped | None = None
+        # Of a step that is dropped for the parameters that no optimizer updates: those that one may update, by name;
+        # those that one has updated, by id; what ends the notes of that.
+        self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
         self._steps = 0
         self._offset: int | None = None
 
@@ -77,14 +79,14 @@ class CommState:
 
     def revoke(self) -> None:
         """Put back what was before the last step, which is dropped after its communication was complete."""
-        self._undecided = None
+        self._end_notes()
         self._before = self._before or self._taken
         self._taken = {}
         self.put_back()
 
     def clear(self) -> None:
         """Forget everything of all parameters: what is sent from now on is of another kind."""
-        self._undecided = None
+        self._end_notes()
         self._before.clear()
         self.settle()
         for own in self._of.values():
@@ -95,15 +97,24 @@ class CommState:
 
         A ``GradScaler`` skips the step of each optimizer whose own gradients are not finite, and of no other.
         """
-        self._undecided = _Stepped(finite)
+        updated: set[int] = set()
+        hook = register_optimizer_step_post_hook(partial(_note_step, updated))
+        self._undecided = finite, updated, weakref.finalize(self, hook.remove)
 
     def decide(self) -> None:
         """Put back what :meth:`put_back_unless_stepped` has left open: no optimizer steps any more."""
-        undecided, self._undecided = self._undecided, None
-        if undecided is not None:
-            for name in undecided.names():
-                self._before.pop(name, None)
+        if self._undecided is not None:
+            finite, updated, _ = self._undecided
+            self._end_notes()
+            for name, parameter in finite.items():
+                if id(parameter) in updated:
+                    self._before.pop(name, None)
             self.put_back()
+
+    def _end_notes(self) -> None:
+        if self._undecided is not None:
+            self._undecided[2]()
+        self._undecided = None
 
     def put_back(self) -> None:
         """Put back what :meth:`keep` has kept: the step is dropped."""
@@ -176,10 +187,7 @@ class CommState:
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave; ``specs`` are those of the parameters.
-
-        Raises ValueError where it is of another compressor, rank, number of ranks or nodes, or of another module.
-        """
+        """Go on from what :meth:`state_dict` gave; refuses what is of another compressor, rank, job or module."""
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
         for key, here in _identity(compressor, groups).items():
@@ -208,33 +216,14 @@ class CommState:
         return self.__dict__ | {"_offset": None}
 
 
-class _Stepped:
-    """Notes which of ``parameters``, by name, optimizers update until :meth:`names` is called."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._updated: set[int] = set()
-        self._handle = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
-        weakref.finalize(self, self._handle.remove)
-
-    def note(self, optimizer: Optimizer) -> None:
-        """Note the step of ``optimizer``; one that skips by itself, as fused ones do, is told to by ``found_inf``."""
-        if not getattr(optimizer, "found_inf", None):
-            # The groups of a DistributedOptimizer have master weights.
-            updated = getattr(optimizer, "model_parameters", None)
-            if updated is None:
-                updated = [one for group in optimizer.param_groups for one in group["params"]]
-            self._updated.update(map(id, updated))
-
-    def names(self) -> list[str]:
-        """The names of those that were updated."""
-        self._handle.remove()
-        return [name for name, parameter in self._parameters.items() if id(parameter) in self._updated]
-
-
-def _note_step(owner: weakref.ref[_Stepped], optimizer: Optimizer, *_: object) -> None:
-    if (self := owner()) is not None:
-        self.note(optimizer)
+def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
+    """A hook after a step; an optimizer that skips by itself, as fused ones do, is told to by ``found_inf``."""
+    if not getattr(optimizer, "found_inf", None):
+        # The groups of a DistributedOptimizer have master weights.
+        parameters = getattr(optimizer, "model_parameters", None)
+        if parameters is None:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        updated.update(map(id, parameters))
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:

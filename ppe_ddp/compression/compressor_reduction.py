@@ -69,11 +69,7 @@ class CompressorReduction(Reduction):
         self._sparse.append(average.values())
 
     def commit(self) -> None:
-        """Let the state be what the step has made of it, or what it was where an average is not finite.
-
-        An optimizer has to leave out such a step, and a ``GradScaler`` does. All ranks have the same averages, so they
-        decide alike.
-        """
+        """Let the state be what the step has made of it, or what it was where an average (of all) is not finite."""
         started, self._started = self._started, []
         sparse, self._sparse = self._sparse, []
         if self._state.is_empty or are_finite([*sparse, *(bucket.buffer() for bucket in started)]):
@@ -133,7 +129,6 @@ class CompressorReduction(Reduction):
         return reduction.deliver()
 
     def _gradients(self, bucket: GradBucket) -> FlatGradients:
-        """The gradients of ``bucket``, in their own dtype."""
         flat = bucket.buffer()
         plain = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         return FlatGradients(

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment
-from ppe_ddp.compression.quantization import average_chosen
+from ppe_ddp.compression.quantization import SelectiveCompressor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "power_sgd"
 
 
 @dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(SelectiveCompressor):
     """Sends two thin matrices P and Q for each gradient matrix M, of which M is about P Q. Use it with error feedback.
 
     Both are linear in M once the other is known, so that they are added up by all-reduce. P is made orthonormal in
@@ -45,10 +46,7 @@ class PowerSGD(Compressor):
         if self.rank < 1:
             raise ValueError(f"PowerSGD(rank={self.rank}): the rank is at least 1")
 
-    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        yield from average_chosen(gradients, link, self._pays, self._average)
-
-    def _pays(self, segment: Segment) -> bool:
+    def _pays(self, segment: Segment, itemsize: int, world_size: int) -> bool:
         if segment.rows <= 1 or not segment.numel:
             return False
         rows, columns = segment.rows, segment.numel // segment.rows
@@ -57,8 +55,6 @@ class PowerSGD(Compressor):
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
         """Average matrices. The factors are kept as rows, which the products below go through in order of memory."""
         segments = gradients.segments
-        if not segments:
-            return
         matrices = _matrices(gradients.given, segments)
         right = [self._start(segment, gradients) for segment in segments]
         flat, left = _rows_of([(len(q), len(matrix)) for q, matrix in zip(right, matrices, strict=True)], right[0])
@@ -94,7 +90,6 @@ def _matrices(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 
 
 def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A flat tensor, and matrices of these shapes that lie in it one after another."""
     sizes = [rows * columns for rows, columns in shapes]
     flat = like.new_empty(sum(sizes))
     return flat, [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

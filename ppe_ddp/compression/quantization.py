@@ -12,7 +12,6 @@ sum is made in a narrow type that could overflow.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -357,12 +356,21 @@ class Uncompressed(Compressor):
             torch._foreach_zero_(gradients.views(gradients.given))
 
 
-def average_chosen(
-    gradients: FlatGradients,
-    link: Link,
-    pays: Callable[[Segment], bool],
-    average: Callable[[FlatGradients, Link], Exchange],
-) -> Exchange:
-    """Average by ``average`` the parameters for which it pays, and the others uncompressed."""
-    others = gradients.chosen(lambda segment: not pays(segment))
-    yield from together([average(gradients.chosen(pays), link), Uncompressed().average(others, link)])
+class SelectiveCompressor(Compressor):
+    """Compresses the gradients for which that pays, and sends the others uncompressed."""
+
+    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        itemsize = gradients.given.element_size()
+        pays = {id(one): self._pays(one, itemsize, link.size) for one in gradients.segments}
+        exchanges = [Uncompressed().average(gradients.chosen(lambda one: not pays[id(one)]), link)]
+        if any(pays.values()):
+            exchanges.insert(0, self._average(gradients.chosen(lambda one: pays[id(one)]), link))
+        yield from together(exchanges)
+
+    @abstractmethod
+    def _pays(self, segment: Segment, itemsize: int, world_size: int) -> bool:
+        """Whether a parameter is compressed; the same on every rank."""
+
+    @abstractmethod
+    def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """Average parameters for which it pays."""

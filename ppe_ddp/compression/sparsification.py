@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, are_finite
-from ppe_ddp.compression.quantization import average_chosen
+from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, are_finite
+from ppe_ddp.compression.quantization import SelectiveCompressor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sparsification(Compressor):
-    """Sends a part of the elements of the parameters for which that pays, and the others uncompressed."""
+class Sparsification(SelectiveCompressor):
+    """Sends a part of the elements of large parameters, and the others uncompressed."""
 
     ratio: float
     min_numel: int = 1024
@@ -32,16 +30,8 @@ class Sparsification(Compressor):
                 f"{type(self).__name__}(ratio={self.ratio}): the part that is sent is above 0 and at most 1"
             )
 
-    def average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        pays = partial(self._pays, itemsize=gradients.given.element_size(), world_size=link.size)
-        yield from average_chosen(gradients, link, pays, self._average)
-
-    def _pays(self, segment: Segment, *, itemsize: int, world_size: int) -> bool:
+    def _pays(self, segment: Segment, itemsize: int, world_size: int) -> bool:
         return segment.numel >= max(1, self.min_numel)
-
-    @abstractmethod
-    def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """Average parameters for which it pays; there may be none."""
 
 
 def count_of(segment: Segment, ratio: float) -> int:
@@ -70,21 +60,16 @@ class TopK(Sparsification):
         min_numel: Parameters with fewer elements are sent uncompressed.
     """
 
-    def _pays(self, segment: Segment, *, itemsize: int, world_size: int) -> bool:
+    def _pays(self, segment: Segment, itemsize: int, world_size: int) -> bool:
         gathered = count_of(segment, self.ratio) * (itemsize + 4) * (world_size - 1)
         reduced = 2 * segment.numel * itemsize * (world_size - 1) / world_size
-        return super()._pays(segment, itemsize=itemsize, world_size=world_size) and gathered <= reduced
+        return super()._pays(segment, itemsize, world_size) and gathered <= reduced
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        if not gradients.segments:
-            return
         given = gradients.given
-        parts = [given[segment.start : segment.stop] for segment in gradients.segments]
-        chosen = [
-            largest(part, count_of(segment, self.ratio)) + segment.start
-            for part, segment in zip(parts, gradients.segments, strict=True)
-        ]
-        indices = torch.cat(chosen)
+        indices = torch.cat(
+            [largest(given[one.start : one.stop], count_of(one, self.ratio)) + one.start for one in gradients.segments]
+        )
         values = given[indices]
         if gradients.keeps:
             given[indices] = 0
@@ -145,8 +130,6 @@ class RandomK(Sparsification):
     """
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        if not gradients.segments:
-            return
         given = gradients.given
         indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
         values = given[indices]

@@ -79,6 +79,7 @@ class Membership(ABC):
         self.timeout = timeout
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         """Of this process; no other has it."""
+        self._beats: Repeated | None = None  # its signs of life
         if dist.is_initialized():
             raise UnusableError("this process is in a process group already: leave init_process_group() out")
         # A module can be wrapped before anybody is met.
@@ -103,17 +104,14 @@ class Membership(ABC):
         """Those of ``names`` that have given no sign of life for too long, as far as this engine knows."""
         return ()
 
-    def leave(self, word: dict[str, Any]) -> None:  # noqa: B027  # only where there is somebody to be told
+    def leave(self, word: dict[str, Any]) -> None:
         """This process takes part no longer: the others need not wait for it; ``word`` as in :meth:`meet`."""
+        if self._beats is not None:
+            self._beats.end()
 
 
 class Repeated:
-    """A thread that calls a function again and again, also where it raises.
-
-    Args:
-        call: The function.
-        seconds: Between two calls.
-    """
+    """A thread that calls a function again and again, also where it raises, with so many seconds in between."""
 
     def __init__(self, call: Callable[[], object], seconds: float) -> None:
         self._call, self._seconds = call, seconds
@@ -160,7 +158,6 @@ class StoreMembership(Membership):
         self._members: list[tuple[str, dict[str, Any]]] = []  # of the last quorum
         self._is_member = False
         self._known: dict[str, tuple[int, float]] = {}  # the last sign of life, and when it was seen first
-        self._beats: Repeated | None = None
         self._asks = paced(self._is_joined, _BEAT)
 
     def _connect(self) -> Store:
@@ -244,8 +241,7 @@ class StoreMembership(Membership):
         return self._asks()
 
     def leave(self, word: dict[str, Any]) -> None:
-        if self._beats is not None:
-            self._beats.end()
+        super().leave(word)
         with suppress(RuntimeError):
             self._bounded.do(lambda store: store.set(f"left/{self.name}", ""))
 
@@ -310,7 +306,6 @@ class LighthouseMembership(_ServingMembership):
             raise ValueError("where is the lighthouse? Give http://host:port, or set TORCHFT_LIGHTHOUSE")
         self._new_client: Callable[[], Any] = lambda: coordination.LighthouseClient(address, self._limit)
         self._client, self._size = self._new_client(), size
-        self._beats: Repeated | None = None
         self._every, self._met = every, time.monotonic()
 
     def meet(self, word: dict[str, Any]) -> Quorum:
@@ -352,10 +347,6 @@ class LighthouseMembership(_ServingMembership):
 
     def is_asked(self) -> bool:
         return time.monotonic() - self._met > self._every
-
-    def leave(self, word: dict[str, Any]) -> None:
-        if self._beats is not None:
-            self._beats.end()
 
 
 class MpiMembership(_ServingMembership):

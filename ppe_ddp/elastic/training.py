@@ -286,7 +286,6 @@ class ElasticTraining:
 
     @property
     def _word(self) -> dict[str, Any]:
-        """What this rank brings to every meeting."""
         process = None if self._address is None else self._address.packed()
         return {"committed": self.committed, "ready": False, "number": "", "process": process}
 

@@ -31,8 +31,15 @@ from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import own_function
-from ppe_ddp.megatron.buffer_layout import BufferKind, Item, lay_out
-from ppe_ddp.megatron.gradient_buffers import BufferBucket, MainGradients, ParamAndGradBuffer, ReductionGroup
+from ppe_ddp.megatron.gradient_buffers import (
+    BufferBucket,
+    BufferKind,
+    Item,
+    MainGradients,
+    ParamAndGradBuffer,
+    ReductionGroup,
+    lay_out,
+)
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
 
 if TYPE_CHECKING:
@@ -157,7 +164,7 @@ class BufferSynchronizer(Synchronizer):
 
     def place_of(self, parameter: nn.Parameter) -> str:
         """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
-        index = self.gradients.index_of(parameter)
+        index = self.gradients.index[id(parameter)]
         extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
             return ""
@@ -210,7 +217,6 @@ class BufferSynchronizer(Synchronizer):
         backward.enter(Phase.NEGOTIATING)
 
     def is_agreed(self, backward: Backward) -> bool:
-        """Whether the agreed masks of all reduction groups have arrived."""
         return all(exchange.done() for exchange in self._exchanges)
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
@@ -312,10 +318,7 @@ class BufferSynchronizer(Synchronizer):
     # ------------------------------------------------------------------ afterwards
 
     def wait_for_results(self) -> None:
-        """Wait for the results of the last synchronized backward, with a second round if the ranks voted so.
-
-        Errors of any rank are kept for :meth:`raise_if_bad`.
-        """
+        """Wait for the results of the last synchronized backward; errors are kept for :meth:`raise_if_bad`."""
         completion = self._forget_pending_results()
         if completion is not None:
             begin = perf_counter_ns()
@@ -324,9 +327,9 @@ class BufferSynchronizer(Synchronizer):
                 EventLog.current.add("wait", "for results", begin)
 
     def end_step(self, *, is_taken: bool) -> None:
-        """All chunks of the model are complete on all its ranks, or all drop the step."""
+        """All chunks are complete on all ranks of the model, or all drop the step: compressors remember it, or not."""
         for group in self.reduction_groups:
-            group.end_step(is_taken=is_taken)
+            (group.comm_state.settle if is_taken else group.comm_state.revoke)()
 
     def _forget_pending_results(self) -> Completion | None:
         completion, self._pending_results, self._unfinished = self._pending_results, None, None
@@ -406,14 +409,12 @@ class BufferSynchronizer(Synchronizer):
             raise error
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by ``factor``."""
         for buffer in self.buffers:
             buffer.scale_gradients(factor)
         for bucket in self._buckets:
             bucket.scale(factor)
 
     def clear(self) -> None:
-        """Set all gradients to zero."""
         for buffer in self.buffers:
             buffer.reset()
         for bucket in self._buckets:
@@ -462,7 +463,6 @@ class BufferSynchronizer(Synchronizer):
         return schedule
 
     def _add_averages(self, group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
-        """Add the averages of late gradients to ``main_grad``."""
         for j, average in zip(members, averages, strict=True):
             i = group.indices[j]
             self._buckets[self.layout.bucket_of[i]].add(i, average)

@@ -54,6 +54,11 @@ class _Shared(NamedTuple):
             raise ValueError(f"the chunks of the model have different forms of {self.name!r}: {'; '.join(kinds)}")
         return f"{self.name}: {kinds.pop()}, times {self.factor:g}"
 
+    def marks(self) -> list[tuple[bytearray, int]]:
+        """Where it is marked whether some rank had this gradient: the marks of each copy's module, and its index."""
+        found = [(chunk.gradient_buffers.gradients, parameter) for chunk, parameter in self.copies]
+        return [(gradients.averaged, gradients.index[id(parameter)]) for gradients, parameter in found]
+
 
 def finalize_model_grads(
     model: Sequence[DistributedDataParallel] | DistributedDataParallel,
@@ -251,17 +256,17 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
         parts = [[main_grad_of(parameter) for _, parameter in one.copies] for one in members]
         grads = [part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in parts]
         # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
-        exist = [any(chunk.gradient_buffers.gradients.was_averaged(p) for chunk, p in one.copies) for one in members]
+        exist = [any(averaged[i] for averaged, i in one.marks()) for one in members]
         marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
         parallel.all_reduce(groups, flat)
         *sums, marks = flat.split([*(grad.numel() for grad in grads), len(grads)])
         for one, total, mark in zip(members, sums, marks.tolist(), strict=True):
-            for chunk, parameter in one.copies:
+            for _, parameter in one.copies:
                 main = main_grad_of(parameter)
                 main.copy_(total.view_as(main) * one.factor if one.factor != 1.0 else total.view_as(main))
-                if mark:
-                    chunk.gradient_buffers.gradients.mark_averaged(parameter)
+            for averaged, i in one.marks() if mark else ():
+                averaged[i] = 1
 
 
 def _router_updates(

@@ -1,4 +1,11 @@
-"""The gradients of one module in buffers: their memory, what is accumulated there, and the buckets that are reduced.
+"""The gradients of one module in buffers: their layout and memory, what is accumulated there, and their buckets.
+
+    parameters      0 1 2 3 4 5 6           as registered; those of one kind share a buffer
+    buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
+    shares          |  0 |  1 | 0| 1| 0 | 1 |   each bucket divides by the number of ranks
+
+A kind is the ranks that average it (all data-parallel ones, or those with the same experts), the dtype of the
+parameter, that of the gradient, and the device.
 
 A bucket is reduced in other memory. By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share
 does, and what is in the rest afterwards is of no use. Until the whole step has succeeded the range is what this rank
@@ -7,7 +14,9 @@ has computed: a reduction that was given up may still write into its memory, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +30,7 @@ from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
 from ppe_ddp.engine.memory import Allocator, allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
-from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner
+from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec, Plan, Planner
 from ppe_ddp.engine.reduction import FunctionReduction, Reduction
 from ppe_ddp.scaling import scale
 
@@ -32,7 +41,115 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-    from ppe_ddp.megatron.buffer_layout import BucketRange, BufferLayout
+
+
+_TICK_ELEMENTS = 1 << 14
+
+
+@dataclass(frozen=True)
+class BufferKind:
+    """The properties that the gradients of one buffer share."""
+
+    reduction_group: int  # 0 for dense parameters, 1 for experts, which other ranks average
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Item:
+    """One trainable parameter."""
+
+    index: int  # among all parameters of the module
+    numel: int
+    kind: BufferKind
+    alone: bool = False  # it needs a bucket of its own, so that other pipeline stages shard it in the same way
+    row_major: bool = True
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """A range of a buffer that is reduced as one bucket."""
+
+    plan: BucketPlan  # offsets are from the start of the range; the index counts the buckets of the module as sent
+    buffer: int  # its number
+    reduction_group: int
+    start: int  # the first element in the buffer
+    padded: int  # elements with padding; divides by the number of ranks
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The buffers of one module."""
+
+    kinds: tuple[BufferKind, ...]  # of each buffer
+    sizes: tuple[int, ...]  # of each buffer, in elements
+    buckets: tuple[BucketRange, ...]  # of all buffers, in the order in which every rank sends them
+    bucket_of: dict[int, int]  # parameter index to position in ``buckets``
+    launch_triggers: frozenset[int]  # the parameters at whose arrival the reducer launches the buckets that are ready
+
+    def plan(self, present: bytes) -> Plan:
+        """The buckets with a gradient on some rank; ``present`` has one byte a parameter, 0 where there is none."""
+        chosen = tuple(b.plan for b in self.buckets if any(present[i] for i in b.plan.members))
+        bucket_of = {i: k for k, bucket in enumerate(chosen) for i in bucket.members}
+        return Plan(present, chosen, bucket_of, len(chosen) - 1)
+
+
+def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequence[int]) -> BufferLayout:
+    """Lay out buffers and buckets of the trainable parameters, in the order of their registration.
+
+    A bucket is closed after ``bucket_size`` elements; with None there is one a buffer. ``divisors``: what the size of a
+    bucket must divide by, for each reduction group.
+    """
+    reverse = list(reversed(items))
+    kinds = tuple(dict.fromkeys(item.kind for item in reverse))
+    sizes: list[int] = []
+    drafts: list[BucketRange] = []
+    for number, kind in enumerate(kinds):
+        start = 0
+        for members in _packed([item for item in reverse if item.kind == kind], bucket_size):
+            drafts.append(_placed(members, number, start, divisors[kind.reduction_group]))
+            start += drafts[-1].padded
+        sizes.append(start)
+    drafts.sort(key=lambda draft: -draft.plan.members[-1])  # in the order in which their last gradients arrive
+    buckets = tuple(replace(draft, plan=replace(draft.plan, index=k)) for k, draft in enumerate(drafts))
+    bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.plan.members}
+    ends = accumulate(item.numel for item in reverse)
+    ticks = {end // _TICK_ELEMENTS: item.index for item, end in zip(reverse, ends, strict=True)}
+    triggers = frozenset([*ticks.values(), *(bucket.plan.members[-1] for bucket in buckets)])
+    return BufferLayout(kinds, tuple(sizes), buckets, bucket_of, triggers)
+
+
+def _packed(items: Sequence[Item], bucket_size: int | None) -> Iterator[list[Item]]:
+    members: list[Item] = []
+    size = 0
+    for item in items:
+        if item.alone and members:
+            yield members
+            members, size = [], 0
+        members.append(item)
+        size += item.numel
+        if item.alone or (bucket_size is not None and size >= bucket_size):
+            yield members
+            members, size = [], 0
+    if members:
+        yield members
+
+
+def _placed(members: Sequence[Item], buffer: int, start: int, divisor: int) -> BucketRange:
+    *offsets, numel = accumulate((item.numel for item in members), initial=0)
+    kind = members[0].kind
+    plan = BucketPlan(
+        index=0,
+        members=tuple(item.index for item in members),
+        offsets=tuple(offsets),
+        numel=numel,
+        dtype=kind.grad_dtype,
+        device=kind.device,
+        sparse=False,
+        row_major=all(item.row_major for item in members),
+    )
+    return BucketRange(plan, buffer, kind.reduction_group, start, -(-numel // divisor) * divisor)
 
 
 class ParamAndGradBuffer:
@@ -70,7 +187,6 @@ class ParamAndGradBuffer:
                     parameters[i].data = slot.copy_(parameters[i].detach())
 
     def grads(self, bucket: BucketRange) -> Tensor:
-        """The gradients of one bucket, padding included."""
         return self.grad_data.narrow(0, bucket.start, bucket.padded)
 
     def values(self, bucket: BucketRange) -> Tensor:
@@ -93,7 +209,7 @@ class MainGradients:
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
-        self._index = {id(parameters[i]): i for i in main}
+        self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
         self.streams: GradientStreams | None = None  # those that gradients are accumulated on; None on CPUs
         self.revision = 0  # another number after each synchronization and each zeroing
         self.forget()
@@ -134,18 +250,6 @@ class MainGradients:
             if reached[i] or self._parameters[i].grad is not None:
                 mask[i] = 1
         return mask
-
-    def index_of(self, parameter: nn.Parameter) -> int:
-        """The number of a parameter that has a ``main_grad``."""
-        return self._index[id(parameter)]
-
-    def was_averaged(self, parameter: nn.Parameter) -> bool:
-        """Whether some rank had a gradient of ``parameter``."""
-        return bool(self.averaged[self._index[id(parameter)]])
-
-    def mark_averaged(self, parameter: nn.Parameter) -> None:
-        """Mark the gradient of ``parameter`` as present: another dimension of parallelism had one."""
-        self.averaged[self._index[id(parameter)]] = 1
 
     def add(self, indices: Iterable[int]) -> None:
         """Add the ``.grad`` of these parameters, which is None from then on; skips those without one."""
@@ -225,31 +329,27 @@ class ReductionGroup:
         self.negotiation.use_module(module_state)
         self.dropped_forwards = DroppedForwards(groups.rank)
         self.repairs = Planner(specs, _PACKING)  # of a second round
-        self._comm_state = CommState(can_revoke=True)
-        self._comm_state.begin(groups, module_state.specs)
+        self.comm_state = CommState(can_revoke=True)
+        self.comm_state.begin(groups, module_state.specs)
         self.reduction: Reduction
         if isinstance(function, Compressor):
             warn_of_one_machine(function, groups)
-            self.reduction = CompressorReduction(function, self._comm_state, groups)
+            self.reduction = CompressorReduction(function, self.comm_state, groups)
         else:
             self.reduction = FunctionReduction(function, groups)
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
-
-    def end_step(self, *, is_taken: bool) -> None:
-        """Let the compressor's memory be what the step has made of it, or what it was before."""
-        (self._comm_state.settle if is_taken else self._comm_state.revoke)()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's memory on this rank; empty without one."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
-        return self._comm_state.state_dict(self.reduction.compressor, self.groups)
+        return self.comm_state.state_dict(self.reduction.compressor, self.groups)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`comm_state_dict` gave; refuses the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
-            self._comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
-            self.negotiation.use_plug("a state of the compressor", *self._comm_state.agreed)
+            self.comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
+            self.negotiation.use_plug("a state of the compressor", *self.comm_state.agreed)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
 
@@ -292,7 +392,6 @@ class BufferBucket(DenseBucket):
         return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
-        """Note that the buffer was zeroed."""
         self._is_reduced = False
         self._carried = None
 
@@ -310,7 +409,6 @@ class BufferBucket(DenseBucket):
                     self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Note that the buffer was multiplied by ``factor``."""
         if self._carried is not None:
             self._carried.mul_(factor)
 
@@ -356,7 +454,6 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        """Wait for the result."""
         yield from super().finish() if self._scatter is None else self._scatter.finish(self)
 
     def averages(self) -> list[Tensor]:
@@ -376,10 +473,7 @@ class BufferBucket(DenseBucket):
         self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the reduction, whose connections were closed; ``main_grad`` is as it was.
-
-        Waits a moment for a reduce-scatter to end, which reads ``main_grad``.
-        """
+        """Abandon the reduction, whose connections were closed, when a reduce-scatter reads ``main_grad`` no more."""
         is_done = probe(self.pending)
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)

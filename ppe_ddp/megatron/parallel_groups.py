@@ -164,7 +164,6 @@ def needs_own_bucket(module: nn.Module, config: object) -> set[int]:
 
 
 def _owner(module: nn.Module, attribute: str) -> nn.Module | None:
-    """The module, or one that it wraps under the name ``module``, that has ``attribute``."""
     inner: Any = module
     while isinstance(inner, nn.Module):
         if hasattr(inner, attribute):
@@ -201,7 +200,6 @@ class CopiesOfParameters(Copies):
             yield
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """See :meth:`Copies.all_reduce`."""
         if not self._parallel.tells_all:
             super().all_reduce(tensor, op)
             return
@@ -212,12 +210,10 @@ class CopiesOfParameters(Copies):
                 self._parallel.all_reduce(groups, tensor, op)
 
     def leave(self, error: BaseException) -> None:
-        """See :meth:`Copies.leave`."""
         if self._parallel.tells_all:
             self._parallel.leave(error)
 
     def note_failed_update(self) -> None:
-        """See :meth:`Copies.note_failed_update`."""
         if self.is_split:  # else the next step gathers what was left out
             self._parallel.note_failed_update(has_failed=True)
 
@@ -333,7 +329,6 @@ class ModelParallel:
         self._waits_in = None
 
     def all_reduce(self, groups: Groups, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce ``tensor`` over ``groups``, in place."""
         start = partial(dist.all_reduce, tensor, op, group=groups.buckets, async_op=True)
         self.communicate(groups, start, tensor.device)
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import Waitable
-    from ppe_ddp.megatron.buffer_layout import BucketRange
     from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+    from ppe_ddp.megatron.gradient_buffers import BucketRange
 
 
 class _Assigned(NamedTuple):
@@ -71,7 +71,6 @@ class ShardedBuffers(ShardedModel):
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks that share the parameters."""
         return self.groups.parent
 
     def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
@@ -183,7 +182,6 @@ class ShardedBuffers(ShardedModel):
         return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
 
     def abandon(self, unit: int | None = None) -> None:
-        """See :meth:`ShardedModel.abandon`."""
         self._under_way -= self._under_way if unit is None else {unit}
 
     def install(self, unit: int) -> None:

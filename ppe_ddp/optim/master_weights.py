@@ -16,7 +16,7 @@ is made where two steps have had the same gradients: to make it costs some steps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -79,45 +79,37 @@ class MasterWeight:
         self._version = version_of(self.shard.parameter)
 
 
-class MasterWeights:
+class MasterWeights(list[MasterWeight]):
     """All master weights of one optimizer, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self._all: list[MasterWeight] = []
+        super().__init__()
         self._copies: list[MasterWeight] = []
         self._aliased: list[nn.Parameter] = []
         self._weights: list[nn.Parameter] = []
         self._addresses: list[int] = []  # of what is aliased, when it was looked at last
         self._own_addresses: list[int] = []
 
-    def __iter__(self) -> Iterator[MasterWeight]:
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
     def append(self, master: MasterWeight) -> None:
-        """Add one more."""
-        self._all.append(master)
-        if not master.is_alias:
+        super().append(master)
+        if master.is_alias:
+            self._aliased.append(master.shard.parameter)
+            self._weights.append(master.weight)
+        else:
             self._copies.append(master)
-            return
-        self._aliased.append(master.shard.parameter)
-        self._weights.append(master.weight)
 
     def refresh(self) -> None:
-        """:meth:`MasterWeight.refresh` of each."""
         for master in self._copies:
             master.refresh()
         if list(map(torch.Tensor.data_ptr, self._aliased)) != self._addresses:
-            for master in self._all:
+            for master in self:
                 master.refresh()
             self._addresses = list(map(torch.Tensor.data_ptr, self._aliased))
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 
     def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
         """Give ``updated`` shards of ``model`` their master weights, on this rank; returns the changed units."""
-        masters = [master for master in self._all if updated[master.index]]
+        masters = [master for master in self if updated[master.index]]
         indices = {master.index for master in masters}
         if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:
             model.write_in_place([master.index for master in masters if master.is_alias])
@@ -143,7 +135,6 @@ class FlatStep:
         self._table = optimizer.state
 
     def step(self) -> None:
-        """Step the optimizer."""
         optimizer = self._optimizer
         groups = self._laid_out()
         for _, flats in groups:
@@ -205,10 +196,7 @@ class FlatStep:
 
 
 class FlatShards:
-    """Weights of the same hyper-parameters, dtype and device that have made as many steps, and their state.
-
-    ``weight`` and ``state`` are those of all of them, end to end in memory of their own.
-    """
+    """Weights alike in hyper-parameters, dtype, device and steps; ``weight`` and ``state``: all of them end to end."""
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
         self.weights = weights
@@ -231,7 +219,6 @@ class FlatShards:
         return not any(map(_IS_SPARSE, [weight.grad for weight in self.weights]))
 
     def pack(self) -> None:
-        """Copy weights and gradients to the flat tensor."""
         torch.cat(self.weights, out=self._flat)
         torch.cat([weight.grad for weight in self.weights], out=self.weight.grad)  # type: ignore[misc]  # all have one
 
@@ -272,7 +259,6 @@ class FlatShards:
 
 
 def _with(flats: Sequence[FlatShards], weights: Sequence[Tensor]) -> list[Tensor]:
-    """The flat tensors, and those of ``weights`` that are not in one of them."""
     laid = {id(weight) for flat in flats for weight in flat.weights}
     return [*(weight for weight in weights if id(weight) not in laid), *(flat.weight for flat in flats)]
 

@@ -122,7 +122,6 @@ class DistributedOptimizer(Optimizer):
     # ------------------------------------------------------------------ what it is made of
 
     def _take_over(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Master weights for parameters, with what state these have."""
         weights: list[Tensor] = []
         for parameter in parameters:
             index = self._index.get(id(parameter))
@@ -224,7 +223,6 @@ class DistributedOptimizer(Optimizer):
             self._checked.append(master)
 
     def _end_inf_checks(self) -> None:
-        """Make the gradients plain tensors again."""
         for master in self._checked:
             gradient = master.weight.grad
             if isinstance(gradient, SharedScaleCheck):
@@ -300,7 +298,6 @@ class DistributedOptimizer(Optimizer):
         return self._gather.is_behind or any(exists[master.index] for master in self._masters)
 
     def _send(self, updated: Sequence[bool]) -> None:
-        """Give the parameters whose shards were ``updated`` their new values, on all ranks."""
         everything = [True] * len(updated)
         units = self._masters.write(self._model, everything if self._gather.is_behind else updated)
         self._gather.start(units, overlap=self._overlaps)
@@ -338,7 +335,7 @@ class DistributedOptimizer(Optimizer):
         """
         self.synchronize()
         self._flat_step.separate()
-        return optimizer_state.collect(self._inner, [*self._masters], self._model)
+        return optimizer_state.collect(self._inner, self._masters, self._model)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -350,7 +347,7 @@ class DistributedOptimizer(Optimizer):
         """
         self._gather.finish()
         self._flat_step.separate()
-        moved = optimizer_state.restore(self._inner, [*self._masters], self._model, state_dict)
+        moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
         self._send([index in indices for index in range(len(self._model.shards))])
         self._gather.finish()

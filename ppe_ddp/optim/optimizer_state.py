@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.engine.zero.shards import Shard, ShardedModel, bounds_of
+from ppe_ddp.engine.zero.shards import ShardedModel, bounds_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
 
 def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel) -> dict[str, Any]:
     """The checkpoint of an optimizer that updates ``masters`` of ``model``. See the top of this file."""
-    shards = _Shards(model)
+    meshes: dict[str, DeviceMesh] = {}
     by_weight = {id(master.weight): master for master in masters}
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -71,11 +71,11 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
                 cut = {key for key, value in template.items() if isinstance(value, torch.Tensor) and value.dim()}
                 numel = member.shard.numel
                 held = {k: v.new_zeros(numel) if k in cut else copy.deepcopy(v) for k, v in template.items()}
-            state[member.shard.name] = {key: shards.of(value, member) for key, value in held.items()}
+            state[member.shard.name] = {key: _saved(value, member, model, meshes) for key, value in held.items()}
     return {
         "state": state,
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight)))) for m in masters},
-        "master": {m.shard.name: shards.of(m.weight.detach(), m) for m in masters if not m.is_alias},
+        "master": {m.shard.name: _saved(m.weight.detach(), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
         "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
     }
@@ -192,42 +192,26 @@ class _CheckpointPart:
             table[key] = own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
 
-class _Shards:
-    """Makes DTensors of local shards; where these are no even chunks, each rank gets its chunk from the others."""
+def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[str, DeviceMesh]) -> Any:
+    """``value``, as a DTensor if it is this rank's shard; uneven shards become even chunks, from all ranks together."""
+    if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
+        return value
+    # imported here, as it takes a third of a second
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Cut
 
-    def __init__(self, model: ShardedModel) -> None:
-        self._group = model.group
-        self._even = model.has_even_shards
-        self._meshes: dict[str, DeviceMesh] = {}
-
-    def of(self, value: Any, master: MasterWeight) -> Any:
-        """``value``; as a DTensor if it is this rank's shard of something."""
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
-            return value
-        # imported here, as it takes a third of a second
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Cut
-
-        kind = value.device.type
-        if kind not in self._meshes:
-            self._meshes[kind] = DeviceMesh.from_group(self._group, kind)
-        return DTensor.from_local(
-            value.detach() if self._even else self._chunk(value.detach(), master.shard),
-            self._meshes[kind],
-            [Cut(0)],
-            run_check=False,
-            shape=torch.Size([master.shard.parameter.numel()]),
-            stride=(1,),
-        )
-
-    def _chunk(self, value: Tensor, shard: Shard) -> Tensor:
-        numel = shard.parameter.numel()
-        whole = value.new_zeros(numel)
-        whole[shard.start : shard.stop] = value
-        dist.all_reduce(whole, group=self._group)
-        start, stop = bounds_of(numel, dist.get_rank(self._group), dist.get_world_size(self._group))
-        return whole[start:stop].clone()
+    own, group, numel = value.detach(), model.group, master.shard.parameter.numel()
+    if own.device.type not in meshes:
+        meshes[own.device.type] = DeviceMesh.from_group(group, own.device.type)
+    if not model.has_even_shards:
+        whole = own.new_zeros(numel)
+        whole[master.shard.start : master.shard.stop] = own
+        dist.all_reduce(whole, group=group)
+        start, stop = bounds_of(numel, dist.get_rank(group), dist.get_world_size(group))
+        own = whole[start:stop].clone()
+    mesh, shape = meshes[own.device.type], torch.Size([numel])
+    return DTensor.from_local(own, mesh, [Cut(0)], run_check=False, shape=shape, stride=(1,))
 
 
 def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:

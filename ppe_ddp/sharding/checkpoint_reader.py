@@ -136,7 +136,6 @@ def from_text(text: str) -> Any:
 
 
 def _open(file: Path) -> dict[str, Callable[[], Any]]:
-    """A function for each entry of a file that reads it."""
     try:
         if not file.is_file():
             raise FileNotFoundError("there is no such file")

@@ -6,9 +6,9 @@ import copy
 import math
 import sys
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar
+_IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not memory
 
 
 @dataclass(frozen=True)
@@ -150,39 +151,36 @@ class Load:
         self._targets: Mapping[str, Any] = {}
         self._found: dict[str, SourceEntry] = {}
         self._sources: dict[str, str] = {}  # of this rank's keys
-        self._memories: dict[str, RegionMemory] = {}  # by the key of the checkpoint
+        self._memories: dict[str, Tensor] = {}  # this rank's region of each tensor, by the key of the checkpoint
+        self._filled: set[str] = set()  # keys whose memory is the checkpoint's own
+        self._device = torch.device("cpu")  # of messages
+        self._staged = 0  # bytes that messages under way take beyond the checkpoint and the memory above
+        self._pending: deque[tuple[Generator[int, None, None], int]] = deque()
+        self._last_is_broadcast = False
         self._failure: Exception | None = None  # the load goes on, since other ranks count on this one
 
     @torch.no_grad()
     def run(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
     ) -> IncompatibleKeys:
-        """Bring the tensors of rank 0's checkpoint to where they belong; every rank of the group calls this, together.
-
-        Returns the missing and the unexpected keys, the same on every rank.
-        """
+        """Bring rank 0's tensors to where they belong, on all ranks together; the missing and the unexpected keys."""
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)
         matched = match(self._found.values(), expectations)
         check(self._found, expectations, matched, strict=options.strict, what=header["what"])
         routed = route_tensors(self._found, expectations, matched, load_group.ranks, converts=options.keeps_dtype)
         self._sources = {key: source for key, source in matched.sources.items() if key in self._targets}
-        try:
-            self._prepare()
-        except Exception as error:
-            self._failure = error
-        transfer = TensorTransfer(
-            load_group, self._checkpoint, self._memories, device_of(header["wire"]), options.piece_nbytes, self._failure
-        )
+        self._try(self._prepare)
+        self._device = device_of(header["wire"])
         messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
         shown = options.progress if load_group.is_source else False
         with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
-            transfer.run(messages, advance)
+            self._transfer(messages, advance)
         set_metadata(self.state_dict, header["metadata"])
 
         def finish() -> None:
-            if transfer.failure is not None:
-                raise transfer.failure
+            if self._failure is not None:
+                raise self._failure
             self.state_dict.update(self._loaded())
 
         load_group.from_each(finish)
@@ -209,7 +207,7 @@ class Load:
                 "content": as_text([list(map(tuple, found)), packed(expected), metadata_of(self._checkpoint)]),
                 "options": options.compared(),
                 "what": options.what,
-                "wire": load_group.wire_kind(self._device().type),
+                "wire": load_group.wire_kind(self._module_device().type),
             }
 
         header: dict[str, Any] = load_group.from_source(make_header)
@@ -231,7 +229,7 @@ class Load:
         answers = load_group.from_each(answer)
         return header, [usual if other is None else unpacked(from_text(other)) for other in answers]
 
-    def _device(self) -> torch.device:
+    def _module_device(self) -> torch.device:
         """The device for tensors that the module has on the meta device."""
         if self._options.device is not None:
             return torch.device(self._options.device)
@@ -244,21 +242,22 @@ class Load:
 
     def _prepare(self) -> None:
         """Get the memory; the checkpoint's own where rank 0 may take it and needs nothing else."""
-        device = self._device()
+        device = self._module_device()
         for key, source in self._sources.items():
             if self._found[source].shape is not None and source not in self._memories:
                 memory = self._memory(key, self._found[source], device)
                 if memory is not None:
-                    self._memories[source] = RegionMemory(memory)
+                    self._memories[source] = memory
         if not (self._options.lends and self._options.fresh and self.load_group.is_source):
             return
         taken = set()
-        for key, region_memory in self._memories.items():
-            value, room = self._checkpoint[key].detach(), region_memory.target
+        for key, room in self._memories.items():
+            value = self._checkpoint[key].detach()
             same = (value.shape, value.dtype, value.device) == (room.shape, room.dtype, room.device)
             if same and value.is_contiguous() and value.data_ptr() not in taken:
                 taken.add(value.data_ptr())
-                region_memory.target, region_memory.filled = value, True
+                self._memories[key] = value
+                self._filled.add(key)
 
     def _memory(self, key: str, entry: SourceEntry, device: torch.device) -> Tensor | None:
         """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
@@ -287,7 +286,7 @@ class Load:
                 result[key] = copy.deepcopy(own[source]) if source in own else from_text(self._found[source].content)
             elif source in self._memories:
                 if source not in made:
-                    made[source] = self._wrapped(self._targets[key], self._memories[source].target, uses[source] > 1)
+                    made[source] = self._wrapped(self._targets[key], self._memories[source], uses[source] > 1)
                 result[key] = made[source]
         return result
 
@@ -301,6 +300,129 @@ class Load:
         if tied and self._options.fresh and isinstance(target, nn.Parameter):
             return nn.Parameter(value, requires_grad=target.requires_grad)
         return value
+
+    # ------------------------------------------------------------------ messages
+
+    def _transfer(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
+        """Send and receive messages, in ``piece_nbytes`` beyond what is in place; ``tell`` gets the bytes of each."""
+        try:
+            for message in messages:
+                self._make_room(message)
+                transfer = self._transferred(message)
+                if (staged := next(transfer, None)) is not None:
+                    self._staged += staged
+                    self._pending.append((transfer, staged))
+                tell(message.nbytes)
+            while self._pending:
+                self._finish()
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.load_group.rank} of {self.load_group.size}: loading a checkpoint together failed: "
+                f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
+            ) from error
+
+    def _is_broadcast(self, message: TransferMessage) -> bool:
+        return len(message.route) == self.load_group.size > 1
+
+    def _make_room(self, message: TransferMessage) -> None:
+        room = self._options.piece_nbytes - message.nbytes
+        while self._pending and (len(self._pending) >= _IN_FLIGHT or self._staged > room):
+            self._finish()
+        # NCCL may not have a broadcast and a message between two ranks in flight at a time.
+        is_broadcast = self._is_broadcast(message)
+        while self._pending and self._device.type != "cpu" and is_broadcast != self._last_is_broadcast:
+            self._finish()
+        self._last_is_broadcast = is_broadcast
+
+    def _finish(self) -> None:
+        transfer, staged = self._pending.popleft()
+        next(transfer, None)
+        self._staged -= staged
+
+    def _transferred(self, message: TransferMessage) -> Generator[int, None, None]:
+        """Start a message, and end it when resumed; yields how many bytes it stages, unless it is rank 0's alone."""
+        ranks, group, is_source = self.load_group.ranks, self.load_group.group, self.load_group.is_source
+        if message.route == (0,):
+            for piece in message.pieces:
+                self._try(self._keep, piece)
+            return
+        held = self._try(self._pack if is_source else self._window, message)
+        # The others count on so many bytes, even after an error, which they get at the end.
+        buffer, staged = held or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
+        children: list[int] = []
+        received: Any = None
+        if self._is_broadcast(message):
+            received = dist.broadcast(buffer, ranks[0], group=group, async_op=True)
+        else:
+            parent, children = tree(message.route, self.load_group.rank)
+            received = None if parent is None else dist.irecv(buffer, ranks[parent], group=group)
+        sent = [dist.isend(buffer, ranks[child], group=group) for child in children] if is_source else []
+        yield staged
+        if received is not None:
+            received.wait()
+        if not is_source:
+            sent = [dist.isend(buffer, ranks[child], group=group) for child in children]
+            if staged:
+                self._try(self._unpack, message, buffer)
+        for work in sent:
+            work.wait()  # type: ignore[union-attr]  # this rank is in the group
+
+    def _put(self, piece: Piece, values: Tensor) -> None:
+        """Copy the flat ``values`` of a piece to their place, where they are converted."""
+        key = piece.routed.key
+        if key not in self._filled:
+            place = self._memories[key]
+            for dim, (start, stop) in enumerate(piece.box):
+                place = place.narrow(dim, start, stop - start)
+            place.copy_(values.view(place.shape))
+
+    def _keep(self, piece: Piece) -> None:
+        if piece.routed.key not in self._filled:
+            self._put(piece, self._cut(piece)[0])
+
+    def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:
+        """The bytes of a message on rank 0, and how much memory they took; rank 0's own part is put there."""
+        parts = [self._cut(piece) for piece in message.pieces]
+        if 0 in message.route:
+            for piece, (values, _) in zip(message.pieces, parts, strict=True):
+                self._put(piece, values)
+        flat = [values.view(torch.uint8) for values, _ in parts]
+        if len(flat) > 1:
+            return torch.cat(flat), message.nbytes
+        return flat[0], message.nbytes if parts[0][1] else 0
+
+    def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
+        """The flat values of a piece, ready to be sent, and whether they are a copy."""
+        source = self._checkpoint[piece.routed.key].detach()
+        values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
+        values = values.resolve_conj().resolve_neg().contiguous().view(-1)
+        return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+
+    def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
+        """The memory that a message is for, where it can be received straight into it."""
+        if len(message.pieces) > 1:
+            return None
+        piece = message.pieces[0]
+        target = self._memories[piece.routed.key]
+        if target.device != self._device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
+            return None
+        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
+
+    def _unpack(self, message: TransferMessage, buffer: Tensor) -> None:
+        start = 0
+        for piece in message.pieces:
+            content = buffer[start : start + piece.nbytes]
+            if content.storage_offset() % piece.routed.dtype.itemsize:
+                content = content.clone()
+            self._put(piece, content.view(piece.routed.dtype))
+            start += piece.nbytes
+
+    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._failure = self._failure or error
+            return None
 
 
 def _refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
@@ -324,178 +446,3 @@ def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], ob
             bar = tqdm(total=total, desc="loading", leave=False, delay=_SHOWN_AFTER, file=sys.stderr, **size)
     with bar as counter:
         yield counter.update if counter is not None else lambda nbytes: None
-
-
-_IN_FLIGHT = 16  # enough to keep every receiver busy; each costs a request, not memory
-
-
-@dataclass(eq=False)
-class RegionMemory:
-    """This rank's memory for its region of one tensor."""
-
-    target: Tensor  # of the region's shape, on any device and of any dtype: values are converted as they come
-    filled: bool = False  # the values are there already, because the memory is the checkpoint's own
-
-    def put(self, piece: Piece, values: Tensor) -> None:
-        """Copy the flat ``values`` of a piece to their place."""
-        if self.filled:
-            return
-        place = self.target
-        for dim, (start, stop) in enumerate(piece.box):
-            place = place.narrow(dim, start, stop - start)
-        place.copy_(values.view(place.shape))
-
-
-@dataclass(eq=False)
-class _PendingMessage:
-    """A message in flight; ``staged`` is the memory that it takes beyond the checkpoint and the targets, in bytes."""
-
-    message: TransferMessage
-    buffer: Tensor
-    staged: int
-    receives: list[Any] = field(default_factory=list)
-    onward: list[int] = field(default_factory=list)
-    sends: list[Any] = field(default_factory=list)
-
-
-class TensorTransfer:
-    """Sends and receives the planned messages. All ranks of the load group run one, with the same plan.
-
-    What goes wrong with a tensor on one rank is kept in ``failure``: the others count on its messages. Not more than
-    ``room`` bytes are used for messages that cannot be received or sent in place.
-    """
-
-    def __init__(
-        self,
-        load_group: LoadGroup,
-        checkpoint: Mapping[str, Any],
-        memories: dict[str, RegionMemory],
-        device: torch.device,
-        room: int,
-        failure: Exception | None,
-    ) -> None:
-        self._load_group = load_group
-        self._checkpoint = checkpoint
-        self._memories = memories
-        self._device = device
-        self._room = room
-        self._staged = 0
-        self._pending: deque[_PendingMessage] = deque()
-        self._last_is_broadcast = False
-        self.failure = failure
-
-    def run(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
-        """Send and receive ``messages``; ``tell`` gets the bytes of each as it is sent."""
-        try:
-            for message in messages:
-                self._make_room(message)
-                self._start(message)
-                tell(message.nbytes)
-            while self._pending:
-                self._finish()
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self._load_group.rank} of {self._load_group.size}: loading a checkpoint together failed: "
-                f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
-            ) from error
-
-    def _is_broadcast(self, message: TransferMessage) -> bool:
-        return len(message.route) == self._load_group.size > 1
-
-    def _make_room(self, message: TransferMessage) -> None:
-        while self._pending and (len(self._pending) >= _IN_FLIGHT or self._staged + message.nbytes > self._room):
-            self._finish()
-        # NCCL may not have a broadcast and a message between two ranks in flight at a time.
-        is_broadcast = self._is_broadcast(message)
-        while self._pending and self._device.type != "cpu" and is_broadcast != self._last_is_broadcast:
-            self._finish()
-        self._last_is_broadcast = is_broadcast
-
-    def _start(self, message: TransferMessage) -> None:
-        load_group = self._load_group
-        if message.route == (0,):
-            for piece in message.pieces:
-                self._try(self._keep, piece)
-            return
-        held = self._try(self._pack if load_group.is_source else self._window, message)
-        # The others count on so many bytes, even after an error, which they get at the end.
-        buffer, staged = held or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
-        pending = _PendingMessage(message, buffer, staged)
-        if self._is_broadcast(message):
-            work = dist.broadcast(buffer, load_group.ranks[0], group=load_group.group, async_op=True)
-            pending.receives = [work]
-        else:
-            parent, pending.onward = tree(message.route, load_group.rank)
-            if parent is None:
-                self._send(pending)
-            else:
-                pending.receives = [dist.irecv(buffer, load_group.ranks[parent], group=load_group.group)]
-        self._staged += staged
-        self._pending.append(pending)
-
-    def _send(self, pending: _PendingMessage) -> None:
-        ranks = [self._load_group.ranks[child] for child in pending.onward]
-        pending.sends = [dist.isend(pending.buffer, rank, group=self._load_group.group) for rank in ranks]
-
-    def _finish(self) -> None:
-        pending = self._pending.popleft()
-        for work in pending.receives:
-            work.wait()
-        if not self._load_group.is_source:
-            self._send(pending)
-            self._try(self._unpack, pending)
-        for work in pending.sends:
-            work.wait()
-        self._staged -= pending.staged
-
-    def _keep(self, piece: Piece) -> None:
-        """Put a piece that rank 0 alone needs into its memory."""
-        region_memory = self._memories[piece.routed.key]
-        if not region_memory.filled:
-            region_memory.put(piece, self._cut(piece)[0])
-
-    def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:
-        """The bytes of a message on rank 0, and how much memory they took; rank 0's own part is put there."""
-        parts = [self._cut(piece) for piece in message.pieces]
-        if 0 in message.route:
-            for piece, (values, _) in zip(message.pieces, parts, strict=True):
-                self._memories[piece.routed.key].put(piece, values)
-        flat = [values.view(torch.uint8) for values, _ in parts]
-        if len(flat) > 1:
-            return torch.cat(flat), message.nbytes
-        return flat[0], message.nbytes if parts[0][1] else 0
-
-    def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
-        """The flat values of a piece, ready to be sent, and whether they are a copy."""
-        source = self._checkpoint[piece.routed.key].detach()
-        values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
-        values = values.resolve_conj().resolve_neg().contiguous().view(-1)
-        return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
-
-    def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
-        """The memory that a message is for, where it can be received straight into it."""
-        if len(message.pieces) > 1:
-            return None
-        piece = message.pieces[0]
-        target = self._memories[piece.routed.key].target
-        if target.device != self._device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
-            return None
-        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
-
-    def _unpack(self, pending: _PendingMessage) -> None:
-        if not pending.staged:
-            return
-        start = 0
-        for piece in pending.message.pieces:
-            content = pending.buffer[start : start + piece.nbytes]
-            if content.storage_offset() % piece.routed.dtype.itemsize:
-                content = content.clone()
-            self._memories[piece.routed.key].put(piece, content.view(piece.routed.dtype))
-            start += piece.nbytes
-
-    def _try(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return call(*arguments)
-        except Exception as error:
-            self.failure = self.failure or error
-            return None

@@ -192,10 +192,7 @@ def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntr
 
 
 def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
-    """The entries that a module expects, by its own state_dict on global rank ``rank``.
-
-    Where that was made with ``keep_vars=True``, tied parameters on the meta device are seen.
-    """
+    """The entries that a module expects, by its ``state_dict(keep_vars=True)`` on this global rank."""
     first: dict[object, str] = {}
     expected = []
     for key, value in state_dict.items():
@@ -427,7 +424,6 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.numel * self.routed.dtype.itemsize
 
 

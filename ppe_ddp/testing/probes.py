@@ -229,7 +229,6 @@ def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = Non
 
 
 def _everyone(size: int, dtype: torch.dtype, device: str) -> Tensor:
-    """The integers of all ranks, by rank."""
     return torch.stack([_integers(size, dtype, device, rank) for rank in range(dist.get_world_size())])
 
 
@@ -251,10 +250,7 @@ def _all_reduce(device: str) -> Iterator[str]:
 
 
 def _in_flight(device: str) -> Iterator[str]:
-    """Several at once, in a group for buckets and one for small messages; a Work tells without blocking if it is done.
-
-    Communication hooks go on from a Work's Future.
-    """
+    """Several at once, in two groups; a Work tells without blocking if it is done, and has a Future."""
     tensors = [_integers(size, torch.float32, device) for size in (*_SIZES, 2)]
     groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
     works = [dist.all_reduce(tensor, group=groups[k % 2], async_op=True) for k, tensor in enumerate(tensors)]
@@ -482,7 +478,6 @@ class _WrapperOnTrial:
             found.problems.append(f"training ({self._name}): after wrapping, {', '.join(wrong)} should be rank 0's")
 
     def run(self) -> None:
-        """Take all steps."""
         copies = [copy.deepcopy(self._module) for _ in range(self._size)]
         for number, (step, set_to_none) in enumerate(_STEPS):
             for twin in copies:
@@ -510,14 +505,12 @@ class _WrapperOnTrial:
         return _Actor(model, number, rank, rank == self._size - 1 > 0, self._device)
 
     def _bring_here(self, twin: DynamicModel) -> None:
-        """Give a copy of the module the module's parameters, gradients and buffers."""
         for theirs, own in zip(twin.parameters(), self._module.parameters(), strict=True):
             theirs.data.copy_(own.data)
             theirs.grad = None if own.grad is None else own.grad.detach().clone()
         twin.seen.copy_(self._module.seen)
 
     def _check(self, means: dict[str, tuple[Tensor, float] | None], when: str) -> None:
-        """Compare the gradients with the means and the largest elements on any rank."""
         largest = max((scale for _, scale in filter(None, means.values())), default=0.0)
         for name, parameter in self._module.named_parameters():
             wanted, gradient = means[name], parameter.grad
@@ -539,7 +532,6 @@ class _WrapperOnTrial:
 
 
 def _average(copies: Sequence[nn.Module]) -> dict[str, tuple[Tensor, float] | None]:
-    """The mean of each gradient, which all get, in float64, and its largest element on any; None where none has it."""
     means: dict[str, tuple[Tensor, float] | None] = {}
     for (name, first), *others in zip(*(twin.named_parameters() for twin in copies), strict=True):
         parameters = [first, *(parameter for _, parameter in others)]

@@ -100,10 +100,7 @@ def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """Begin and end, on each rank, of the step whose length is nearest to the mean.
-
-    The first steps are not typical: buckets are made anew, and an order of arrival is learned.
-    """
+    """The step, on each rank, whose length is nearest to the mean; not one of the first, which are not typical."""
     count = min(len(one.backwards) for one in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
@@ -171,7 +168,6 @@ class _Drawing:
         self.height += _LANE
 
     def draw(self, axis: Any, width: float) -> None:
-        """Draw it on ``axis``, which is ``width`` milliseconds wide."""
         axis.set_xlim(0, width * 1.005)
         axis.set_ylim(self.height - _GAP + 0.3, -0.3)
         for _, top, spans in self.rows:
@@ -269,7 +265,6 @@ def _draw_heat_map(ranks: Sequence[tuple[int, Presence]], path: Path) -> None:
 
 
 def _colour(presence: Presence, step: int, members: Sequence[int]) -> int:
-    """The index of the colour of some parameters in one step."""
     if any(presence.local[step][i] == "1" for i in members):
         return 2
     return 1 if any(presence.agreed[step][i] == "1" for i in members) else 0

@@ -87,7 +87,6 @@ def measure_offset(group: ProcessGroup) -> ClockOffset:
 
 
 def _offset_of(peer: int, group: ProcessGroup) -> tuple[int, int]:
-    """The offset of the clock of ``peer``, which answers, and its error."""
     reply, trips = _message(0), []
     for _ in range(_ROUND_TRIPS):
         begin = perf_counter_ns()
@@ -125,7 +124,6 @@ class RankRecord:
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
-        """The record of what the engine has written into ``log``."""
         spans = [*log.spans, *(span for recorder in log.backwards for span in spans_of_backward(recorder))]
         modules: dict[tuple[str, ...], Presence] = {}
         for recorder in log.backwards:
@@ -206,11 +204,7 @@ def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
 
 
 class Recording:
-    """A recording under way on this rank.
-
-    Attributes:
-        clock: The offset of this rank's clock; until it is compared, the process counts as alone.
-    """
+    """A recording under way on this rank; until its ``clock`` is compared, the process counts as alone."""
 
     def __init__(self) -> None:
         self.log = EventLog(self._on_groups)  # what the engine writes into
@@ -218,7 +212,6 @@ class Recording:
         self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
 
     def result(self) -> RankRecord:
-        """The record until now."""
         return RankRecord.of(self.log, self.clock)
 
     def compare_clocks(self, group: ProcessGroup) -> None:
@@ -236,7 +229,6 @@ class Recording:
         self._steps.append(perf_counter_ns())
 
     def end_step(self, optimizer: object, *_: object) -> None:
-        """An optimizer has ended its step."""
         begin = self._steps.pop() if self._steps else perf_counter_ns()
         if not self._steps:
             self.log.add("optimizer", type(optimizer).__name__, begin)
@@ -390,7 +382,6 @@ def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
 
 
 def _own_ms(one: RankRecord) -> float:
-    """The median time of a step in which this rank did not wait, in milliseconds."""
     return statistics.median(step.duration - step.waiting for step in step_times(one)) / 1e6
 
 

@@ -132,18 +132,28 @@ class NcclGroup(CollectiveGroup):
         result: Any,
         *,
         blocks: bool = False,
+        members: Members | None = None,
+        source: int = -1,
     ) -> Work:
+        """Give ``call`` of each of ``rows`` to NCCL, as a collective of all, or a message between two ``members``."""
         rows = list(rows)
+        tensors = list(tensors_in(rows))
         with self._lock:
             self._check(what)
-            self._launch_posted()
-            tensors = list(tensors_in(rows))
-            communicator = self._communicators.of(self._index_of(what, tensors), self._everyone)
+            if members is None:
+                self._launch_posted()
+            communicator = self._communicators.of(self._index_of(what, tensors), members or self._everyone)
             operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, call, rows)
-            if operation is not self._coalesced:
+            communicator.wait_for_caller(tensors)
+            with self._device.use_stream(communicator.stream):
+                operation.parts += [(communicator, call(*row)) for row in rows]
+            if members is not None and communicator.nccl is None and operation is not self._coalesced:
+                # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
+                operation.launch = self._launch_posted
+                self._posted.append(operation)
+            elif operation is not self._coalesced:
                 self._launch([operation])
-        return NcclWork(operation, self._device, communicator.index, result, blocks=blocks)
+        return NcclWork(operation, self._device, communicator.index, result, blocks=blocks, source=source)
 
     def _message(self, what: str, tensors: list[Tensor], way: tuple[int, int]) -> Work:
         if len(tensors) != 1:
@@ -152,19 +162,9 @@ class NcclGroup(CollectiveGroup):
         if sender == receiver:
             raise ValueError(f"{self._place}: {what}, which is itself; copy the tensor")
         is_mine = sender == self.rank()
-        with self._lock:
-            self._check(what)
-            communicator = self._communicators.of(self._index_of(what, tensors), Members("messages", way))
-            call = PreparedCalls().send if is_mine else PreparedCalls().receive
-            operation = self._coalesced or self._operation(what)
-            operation.parts += self._prepare(communicator, tensors, call, [(tensors[0], int(is_mine))])
-            if communicator.nccl is None and operation is not self._coalesced:
-                # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
-                operation.launch = self._launch_posted
-                self._posted.append(operation)
-            elif operation is not self._coalesced:
-                self._launch([operation])
-        return NcclWork(operation, self._device, communicator.index, tensors, source=-1 if is_mine else sender)
+        call = PreparedCalls().send if is_mine else PreparedCalls().receive
+        rows, members = [(tensors[0], int(is_mine))], Members("messages", way)
+        return self._run(what, call, rows, tensors, members=members, source=-1 if is_mine else sender)
 
     def _check(self, what: str) -> None:
         self._watchdog.check()
@@ -182,17 +182,6 @@ class NcclGroup(CollectiveGroup):
 
     def _operation(self, what: str) -> NcclOperation:
         return NcclOperation(f"{self._place}: {what}", self._watchdog.check_failed)
-
-    def _prepare(
-        self,
-        communicator: Communicator,
-        tensors: Sequence[Tensor],
-        call: Callable[..., PreparedCalls],
-        rows: Iterable[tuple[Any, ...]],
-    ) -> list[tuple[Communicator, PreparedCalls]]:
-        communicator.wait_for_caller(tensors)
-        with self._device.use_stream(communicator.stream):
-            return [(communicator, call(*row)) for row in rows]
 
     def _launch_posted(self) -> None:
         with self._lock:
@@ -293,13 +282,9 @@ class NcclWork(PythonWork):
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the caller's current stream wait; the host goes on, except after a barrier or with a timeout.
+        """Let the caller's current stream wait; the host does so after a barrier, and for a positive ``timeout``.
 
-        Args:
-            timeout: How long the host waits for the end; None or a time that is not positive: it does not.
-
-        Raises:
-            CommunicationError: The group has failed, it could not be launched, or the time is over.
+        CommunicationError where the group has failed, it could not be launched, or the time is over.
         """
         self._operation.start()
         self._operation.check()

@@ -97,15 +97,7 @@ def load_nccl() -> Any:
 
 @functools.cache
 def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
-    """Look up how NCCL reduces tensors of a dtype by an operation (``ReduceOp.op``).
-
-    Returns:
-        NCCL's number of the datatype (uint8 for bool, real numbers for the sum of complex ones), the bytes of one
-        such number, and NCCL's number of the operation.
-
-    Raises:
-        TypeError: NCCL has no such reduction; the message says what would do.
-    """
+    """NCCL's numbers for a reduction (``ReduceOp.op``) of a dtype: its datatype, that one's bytes, its operation."""
     op = (_BOOL_OPS if dtype is torch.bool else _OPS).get(kind)
     sums = kind in (_Kind.SUM, _Kind.AVG)
     view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if sums else dtype
@@ -115,10 +107,7 @@ def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
 
 
 def torch_nccl() -> int | None:
-    """The version of the NCCL that torch calls, as ``ncclGetVersion`` counts: 22707; None where torch has none.
-
-    Ask before CuPy is imported, which may load another one.
-    """
+    """The NCCL that torch calls (22707), or None; to be asked before CuPy is imported, which may load another one."""
     if not dist.is_nccl_available():
         return None
     files = loaded_files()
