@@ -43,11 +43,13 @@ class CommunicationError(PpeDdpError):
         ranks: Those that have died, have left, are stopped or have not come; None where nobody has looked for them.
         step: The step in which the first of them was seen last, by the engine's count; None where it is not known.
         phase: What that one had done last in it; empty where it is not known.
+        reason: The error by which the rank has left, in one line; empty where it is none of its own, or not known.
     """
 
     ranks: tuple[int, ...] | None = None
     step: int | None = None
     phase: str = ""
+    reason: str = ""
 
 
 class PeerAbortedError(PpeDdpError):

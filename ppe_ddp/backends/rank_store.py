@@ -289,8 +289,8 @@ class Meeting:
         With ``may_leave`` a rank that has come and is gone since is not missed.
 
         Returns:
-            The outcome. Its refusal is the list of absent ranks, and the error that has ended the wait of the rank that
-            refused, if there was one.
+            The outcome. Its refusal is the list of absent ranks; the error that has ended the wait of the rank that
+            refused, if there was one; and whether it is that rank's own, and not that it has found others lost.
         """
         found: list[MeetingOutcome] = []
 
@@ -304,11 +304,12 @@ class Meeting:
         try:
             self.come(word)
             if not progress.wait_until(ask, paced(look, _LONGEST_PAUSE), seconds=seconds, nap=_NAP):
-                return self.refuse([self.absent(), ""])
+                return self.refuse([self.absent(), "", False])
         except BaseException as error:  # also an interrupt: the others need not wait for this rank
             with suppress(RuntimeError):  # the store may be gone
-                outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}"])
-                if may_leave and outcome.words and isinstance(error, CommunicationError):
+                is_own = not isinstance(error, CommunicationError)
+                outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}", is_own])
+                if may_leave and outcome.words and not is_own:
                     return outcome
             raise
         return found[0]
@@ -353,7 +354,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     outcome = meeting(turn).words(with_what, _look_at_members.get(), seconds)
     group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
     if not outcome.words:
-        others, reason = outcome.refusal
+        others, reason, is_own = outcome.refusal
         absent = ", ".join(str(ranks[other]) for other in others if other != place) or "that came too late"
         waited = f"has waited for the group's timeout of {seconds:g} s: rank {absent} did not make it"
         error = CommunicationError(
@@ -362,7 +363,7 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
             "process has, or has tried to make, so that must be equally many on each; else all ranks of the job call "
             "new_group()"
         )
-        error.ranks = tuple(other for other in others if other != place)
+        error.ranks, error.reason = tuple(other for other in others if other != place), reason if is_own else ""
         raise error
     for other, others in zip(ranks, outcome.words, strict=True):
         if others != outcome.words[0]:
@@ -393,13 +394,13 @@ def exchange(
     outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds, may_leave=may_leave)
     if not outcome.words:
         look()  # it may know why
-        absent, reason = outcome.refusal
+        absent, reason, is_own = outcome.refusal
         why = f"has left ({reason})" if reason else f"did not come within the group's timeout of {seconds:g} s"
         error = CommunicationError(
             f"rank {rank} of {world_size}: rank {', '.join(map(str, absent))} {why}. All ranks of the group must wrap "
             "the module together"
         )
-        error.ranks = tuple(absent)
+        error.ranks, error.reason = tuple(absent), reason if is_own else ""
         raise error
     written = kept_with(group, _stores_of_exchanges)
     written.append(store)

@@ -236,6 +236,8 @@ class Groups:
         with contextlib.suppress(dist.DistError, CommunicationError):
             if others := self.failures.of_others():  # one that was connected has closed its end since
                 return self.failures.error(others)
+        if isinstance(error, CommunicationError) and error.reason and error.ranks:  # it is yet to report that
+            return self.failures.error([Failure(error.ranks[0], self.step + 1, "begun", error.reason)])
         failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
             "next step"

@@ -169,7 +169,7 @@ class Faults:
         dies = self.due(Where.DIES)
         if dies is not None:
             Scheduler.current.doom[rank] = dies.number
-        models.computed = set()
+        models.computed, models.held = set(), []
         models.is_poisoned = self.poisons(rank, number)
         for change in self._changes:
             change.apply(rank, number, models)

@@ -99,6 +99,9 @@ def found(orders=5):
     # first one alone went on there, while the rank that had failed connected again in the second.
     late = {"nodes": ("",) * 8, "has_small_buckets": True, "counts_tokens": True}
     programs += [_split(seed, (2, 2, 2), Fault(2, 1, Where.LATE, 0), chunks=2, **late) for seed in (5, 26, 39)]
+    # A rank was interrupted while the ranks connected again: the others took it for one that does not come any more.
+    interrupted = (Fault(0, 0, Where.EARLY, 0), Fault(1, 1, Where.INTERRUPT, 56))
+    programs += [dataclasses.replace(_program(0, ("",) * 3, interrupted), steps=(_STEP,) * 3)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -78,6 +79,8 @@ class Models(nn.Module):
 
     Attributes:
         is_poisoned: Whether outputs are NaN.
+        held: The outputs in this step. Several wrappers are told of an error before a backward comes to them only if
+            there is one, or a parameter that no other wrapper has (docs/promises.md).
     """
 
     def __init__(self, parts, order):
@@ -85,6 +88,7 @@ class Models(nn.Module):
         self.parts = nn.ModuleList(parts)
         self._order = order
         self.is_poisoned = False
+        self.held = []
         self.table = {_plain(name): parameter for name, parameter in self.named_parameters()}
         self.trained = [parameter for parameter in self.table.values() if parameter.requires_grad]
         self._owners = [
@@ -97,6 +101,8 @@ class Models(nn.Module):
         outputs = {}
         for k in self._order:
             outputs[k] = self.parts[k](batch, path)
+        if self.parts[1:]:
+            self.held.append(outputs)
         found = [one for k in sorted(outputs) for one in _listed(outputs[k])]
         factor = float("nan") if self.is_poisoned else 1.0
         return tuple(None if one is None else one * factor for one in found)
@@ -157,7 +163,8 @@ class Wrappers(Models):
         self.computed = set()  # names of the gradients that have come in this step
         for name, parameter in self.table.items():
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._arrive, name))
+                # Weakly: no garbage collector sees that the node of a parameter, which a wrapper holds, holds that.
+                parameter.register_hook(partial(_call, weakref.WeakMethod(self._arrive), name))
 
     def forward(self, batch, path):
         faults = Faults.current
@@ -271,6 +278,10 @@ class Wrappers(Models):
                     if other is not part:
                         other.abort_grad_sync()
                 raise
+
+
+def _call(method, *arguments):
+    return method()(*arguments)
 
 
 def _wrapped(module, options, wrapping):
