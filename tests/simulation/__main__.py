@@ -45,6 +45,8 @@ def prepare(cores=None):
         cores: Those for several such processes, of which this one takes the next.
     """
     os.sched_setaffinity(0, {cores.get() if cores else _CORES[os.getpid() % len(_CORES)]})
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:  # in batches, who is woken takes the core when it is given away
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.CRITICAL)  # a rank that looks alone has more forwards
     gc.disable()  # a rank must not end what belongs to another
