@@ -31,6 +31,8 @@ _IN_JOIN = [kind for kind in StepKind if kind is not StepKind.LOOK and "ABSENT" 
 # Known: torch's Join counts forwards in the user's group, so those of a step that fails must be as many on each rank.
 _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and kind is not StepKind.MICRO_BATCHES]
 _TWO_SYNCHRONIZATIONS = [kind for kind in StepKind if kind.name.endswith(("BACKWARDS", "LOSSES", "GRAPH"))]
+# A hook of torch's kind that raises has the others wait in the user's group; those that it does not come to go on.
+_IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
@@ -54,7 +56,7 @@ class Program:
         counts: By rank, for how many steps it has inputs; the first steps are in join(), up to the highest of these.
             Empty where there is no join().
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
-        ties: Whether layers in checkpoints are those outside once more, whose gradients then come in several parts.
+        ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
     """
 
     seed: int
@@ -330,7 +332,7 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
     if fault.where in (Where.NAN, Where.NAN_GRADIENT) and is_several:
         return False  # each drops the step by itself
     if wrapping is Wrapping.HOOK:
-        return fault.where is Where.SLOW  # it communicates in a group of the user's
+        return fault.where in _IN_USERS_GROUP
     # A rank that looks alone has another backward.
     return step.kind is not StepKind.LOOK or fault.where not in (Where.BACKWARD, Where.EARLY)
 
@@ -339,10 +341,9 @@ def modules_of(program):
     """The modules of a program, for one rank."""
     modules = [one.build() for one in program.recipes]
     for module, recipe in zip(modules, program.recipes, strict=True) if program.ties else ():
-        kinds = [layer.kind for layer in recipe.layers]
-        for layer, kind in zip(module.layers, kinds, strict=True):
-            if kind in (Kind.CHECKPOINTED, Kind.REENTRANT) and Kind.LINEAR in kinds:
-                layer.maps[0] = module.layers[kinds.index(Kind.LINEAR)].maps[0]
+        for layer, made in zip(module.layers, recipe.layers, strict=True):
+            if made.kind in (Kind.CHECKPOINTED, Kind.REENTRANT):
+                layer.maps[0] = module.heads[0]
     for other in modules[1:]:
         if program.shares == "heads":
             other.heads = modules[0].heads

@@ -40,7 +40,7 @@ def told(program):
         after = ", then an update" if step.updates else ""
         yield f"  step {number}: {step.kind.name}; gradients before it: {step.zeroing.name}{after}"
     if program.ties:
-        yield "  checkpoints of what is also outside of them"
+        yield "  in checkpoints is the first head once more"
     if program.counts:
         over = "all ranks" if program.divides_by_all else "those that have inputs"
         yield f"  join() with {program.counts} steps, averages over {over}"
