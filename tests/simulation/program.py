@@ -118,7 +118,9 @@ class Program:
         if wrapping in _WHERE_USED and not shares:
             options["average_where_used"] = draw.random() < 0.3
         one = cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
-        one = dataclasses.replace(one, ties=draw.random() < 0.5)
+        kinds = {layer.kind for recipe in recipes for layer in recipe.layers}
+        ties = bool(kinds & {Kind.CHECKPOINTED, Kind.REENTRANT}) and draw.random() < 0.5
+        one = dataclasses.replace(one, ties=ties)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
