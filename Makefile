@@ -33,7 +33,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel weighing drift stragglers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-long test-nodes test-faults test-kills soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
+.PHONY: help setup seeds test test-long test-nodes test-faults test-kills soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -43,6 +43,12 @@ setup: $(STAMP) ## Make .venv with everything
 
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+# How long the simulation runs histories that nobody has seen.
+SEED_SECONDS ?= 150
+
+seeds: setup ## Run fresh seeds of the simulation, on both cores (SEED_SECONDS=150)
+	@$(RUN) -m tests.simulation --seconds $(SEED_SECONDS) --jobs $(WORKERS)
 
 test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 	@$(RUN) -m pytest -m nodes --long -rs $(ARGS)

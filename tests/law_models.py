@@ -157,7 +157,8 @@ class Recipe:
 
     def build(self, device: torch.device | str = "cpu") -> RandomModule:
         """The module; the same parameters and buffers at every call, and on every rank."""
-        return RandomModule(self).to(device)
+        module = RandomModule(self)
+        return module if device == "cpu" else module.to(device)
 
     def path(self, step: int, rank: int, forward: int = 0) -> ForwardPath:
         """The path of the ``forward``-th forward of ``rank`` in ``step``."""

@@ -52,7 +52,7 @@ def run_checks(rank, size, meeting, names):
     dist.init_process_group("shm", init_method=meeting, rank=rank, world_size=size, timeout=timeout, pg_options=options)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
-    apart = dist.new_group(backend="gloo", timeout=3 * timeout)  # who waits in a check that another has left fails first
+    apart = dist.new_group(backend="gloo", timeout=3 * timeout)  # whoever waits in a check is through with it first
     found = {}
     for name in names:
         error = None

@@ -1,8 +1,9 @@
-"""Runs histories: ``--seeds A:B`` many, ``--seed N`` one with its log, with ``--shrink`` a small one that fails too."""
+"""Runs histories: ``--seeds A:B`` or ``--seconds S`` many, ``--seed N`` one with its log, ``--shrink`` a small one."""
 
 import argparse
 import gc
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -21,11 +22,16 @@ _CORES = sorted(os.sched_getaffinity(0))
 _COLLECT = 100  # histories between collections
 
 
-def run(programs, *, stop_after=5, tell=lambda program, text: None):
-    """Run each of ``programs``, up to so many that fail; what is wrong with these, each told as it is found."""
+def run(programs, *, stop_after=5, tell=lambda program, text: None, until=math.inf):
+    """Run each of ``programs``, up to so many that fail; what is wrong with these, each told as it is found.
+
+    ``until`` this time of ``perf_counter()``, after which none begins.
+    """
     failed = {}
     with simulated():
         for number, program in enumerate(programs):
+            if time.perf_counter() > until:
+                break
             text = failure_of(program)
             if text:
                 failed[program] = text
@@ -45,6 +51,8 @@ def prepare(cores=None):
         cores: Those for several such processes, of which this one takes the next.
     """
     os.sched_setaffinity(0, {cores.get() if cores else _CORES[os.getpid() % len(_CORES)]})
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:  # in batches, who is woken takes the core when it is given away
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     logging.getLogger("ppe_ddp").setLevel(logging.CRITICAL)  # a rank that looks alone has more forwards
     gc.disable()  # a rank must not end what belongs to another
@@ -52,24 +60,30 @@ def prepare(cores=None):
 
 def _tell(program, text):
     print(f"seed {program.seed}: {text}", flush=True)
+    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}", flush=True)
 
 
-def _run_seeds(seeds, program_of):
-    """How many of some seeds fail, which are told."""
-    return len(run(map(program_of, seeds), tell=_tell, stop_after=50))
+def _run_seeds(seeds, program_of, until):
+    """How many of some seeds were run, and how many fail, which are told."""
+    ran = []
+    programs = (ran.append(seed) or program_of(seed) for seed in seeds)
+    failed = run(programs, tell=_tell, stop_after=50, until=until)
+    return len(ran), len(failed)
 
 
-def run_seeds(seeds, jobs, program_of=Program.of):
-    """How many of ``seeds`` fail, run in so many processes."""
+def run_seeds(seeds, jobs, program_of=Program.of, until=math.inf):
+    """How many of ``seeds`` were run in so many processes, the first ones ``until`` some time, and how many fail."""
     if jobs == 1:
-        return _run_seeds(seeds, program_of)
-    parts = [seeds[first :: 4 * jobs] for first in range(4 * jobs)]
+        return _run_seeds(seeds, program_of, until)
+    count = jobs if until < math.inf else 4 * jobs
+    parts = [seeds[first::count] for first in range(count)]
     fork = multiprocessing.get_context("fork")
     cores = fork.SimpleQueue()
     for job in range(jobs):
         cores.put(_CORES[job % len(_CORES)])
     with fork.Pool(jobs, prepare, [cores]) as pool:
-        return sum(pool.imap_unordered(partial(_run_seeds, program_of=program_of), parts))
+        done = pool.imap_unordered(partial(_run_seeds, program_of=program_of, until=until), parts)
+        return tuple(map(sum, zip(*done, strict=True)))
 
 
 def main():
@@ -79,6 +93,7 @@ def main():
     parser.add_argument("--shrink", action="store_true", help="leave out of --seed what it needs not to fail")
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
     parser.add_argument("--seeds", default="0:100")
+    parser.add_argument("--seconds", type=float, help="run for so long, from a seed on that the clock gives")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
@@ -94,8 +109,13 @@ def main():
         count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
     else:
         first, last = map(int, arguments.seeds.split(":"))
-        count, which = last - first, f"seeds, {first}:{last},"
-        failed = run_seeds(range(first, last), arguments.jobs, program_of)
+        until = math.inf
+        if arguments.seconds is not None:
+            first, until = int(time.time()), start + arguments.seconds
+            last = first + 10**9
+            print(f"seeds from {first} on, for {arguments.seconds:.0f} s", flush=True)
+        count, failed = run_seeds(range(first, last), arguments.jobs, program_of, until)
+        which = f"seeds, {first}:{last}," if until == math.inf else f"seeds from {first} on"
     seconds = time.perf_counter() - start
     print(f"{count} {which} in {seconds:.1f} s, {count / seconds:.1f} a second: {failed} failed")
     return bool(failed)

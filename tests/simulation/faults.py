@@ -36,6 +36,8 @@ class Where(enum.Enum):
     """The rank is interrupted in some wait in this step."""
     NAN = enum.auto()
     """The outputs are NaN."""
+    NAN_GRADIENT = enum.auto()
+    """One gradient is NaN."""
     SLOW = enum.auto()
     """The rank takes its time, less than the timeout."""
     DIES = enum.auto()
@@ -54,9 +56,8 @@ class Where(enum.Enum):
 
 
 BEHIND_BACKWARD = (Where.FINALIZE, Where.LATE, Where.CLIP, Where.UPDATE)
-RAISING = tuple(
-    where for where in Where if where not in (Where.INTERRUPT, Where.NAN, Where.SLOW, Where.DIES, *BEHIND_BACKWARD)
-)
+_NOT_RAISING = (Where.INTERRUPT, Where.NAN, Where.NAN_GRADIENT, Where.SLOW, Where.DIES)
+RAISING = tuple(where for where in Where if where not in (*_NOT_RAISING, *BEHIND_BACKWARD))
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,25 @@ class Fault:
     def some(cls, draw, world_size, steps, *, with_nan):
         """At most one death, and then no rank that is slow: it would be taken for another one."""
         dies = draw.random() < 0.2
-        kinds = RAISING if dies else (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN] * 3 * with_nan)
+        kinds = RAISING
+        if not dies:
+            kinds = (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN, Where.NAN_GRADIENT] * 2 * with_nan)
         faults = [
             cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([1, 1, 2, 3]) - dies)
         ]
         if dies:
             faults.append(cls(draw.randrange(world_size), draw.randrange(steps), Where.DIES, draw.randrange(40)))
+        elif steps > 1 and draw.random() < 0.1:
+            faults += cls.close(draw, world_size, steps)
         return tuple(faults)
+
+    @classmethod
+    def close(cls, draw, world_size, steps):
+        """One rank is slow, and another one fails in the step after: others may still wait for what the first sends."""
+        step, (slow, failing) = draw.randrange(steps - 1), draw.sample(range(world_size), 2)
+        where = draw.choice((Where.LOSS, Where.EARLY))
+        return [cls(slow, step, Where.SLOW, draw.randrange(5, 100)), cls(failing, step + 1, where, 0)]
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,16 @@ class Faults:
 
     def poisons(self, rank, number):
         """Whether the outputs of ``rank`` are NaN in a step."""
-        return any((one.rank, one.step, one.where) == (rank, number, Where.NAN) for one in self._planned)
+        return bool(self._numbers(rank, number, Where.NAN))
+
+    def poison(self, rank, number, models):
+        """Let what ``models`` compute as ``rank`` in a step be NaN where that is planned; what to remove at its end."""
+        models.is_poisoned = self.poisons(rank, number)
+        numbers = self._numbers(rank, number, Where.NAN_GRADIENT)
+        return _hooked(models, numbers, lambda gradient: gradient * float("nan"))
+
+    def _numbers(self, rank, number, where):
+        return [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, where)]
 
     def begin_step(self, number, models):
         """A step of this rank with ``models`` begins; what to remove at its end."""
@@ -170,12 +191,10 @@ class Faults:
         if dies is not None:
             Scheduler.current.doom[rank] = dies.number
         models.computed, models.held = set(), []
-        models.is_poisoned = self.poisons(rank, number)
         for change in self._changes:
             change.apply(rank, number, models)
-        trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
-        numbers = [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, Where.HOOK)]
-        return [trained[k % len(trained)].register_hook(self.hook(Where.HOOK)) for k in numbers if trained]
+        numbers = self._numbers(rank, number, Where.HOOK)
+        return self.poison(rank, number, models) + _hooked(models, numbers, self.hook(Where.HOOK))
 
     def end_step(self):
         """The step of this rank is over; an interrupt would come too late."""
@@ -186,6 +205,12 @@ class Faults:
         rank = Scheduler.current.task.rank
         fault = next(f for f in self._planned if (f.rank, f.step, f.where) == (rank, number, Where.INTERRUPT))
         self.fired[fault] = Scheduler.current.now
+
+
+def _hooked(models, numbers, hook):
+    """``hook`` on the gradients of trained parameters with these numbers; what to remove at the end."""
+    trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
+    return [trained[k % len(trained)].register_hook(hook) for k in numbers if trained]
 
 
 def reduce_function(gradients, group):

@@ -68,7 +68,7 @@ class _Channel:
         self.calls = []
         self.begun = [0] * size  # how many each has begun
         self.ended = [0] * size  # how many have ended on each
-        self.members = {}  # the rank here of each rank of the job that has come
+        self.job_ranks = {}  # by rank, of those that have come
         self.closed = set()
         self.dead = set()
         self._delivering = set()  # ranks for which a delivery is under way
@@ -92,9 +92,22 @@ class _Channel:
         (self.dead if dies else self.closed).add(rank)
         if rank in self.closed:
             for number in range(self.ended[rank], self.begun[rank]):
-                self.calls[number].parts[rank].end("the connections were given up here")
+                self._give_up(rank, self.calls[number].parts[rank])
             self.ended[rank] = self.begun[rank]
         self.advance()
+
+    def _give_up(self, rank, part):
+        """End a call whose connections are closed: some time later, until which it may write into its memory."""
+        scheduler = Scheduler.current
+
+        def end():
+            if part.output is not None and part.output.is_floating_point():
+                with torch.no_grad():
+                    part.output.fill_(float("nan"))
+            part.end("the connections were given up here")
+            scheduler.change(self.job_ranks[rank])
+
+        scheduler.after(scheduler.draw.random() * _LATE_SECONDS, end)
 
     def advance(self):
         """Let what can arrive be under way."""
@@ -104,7 +117,8 @@ class _Channel:
             if rank in self._delivering or number == self.begun[rank] or rank in self.dead:
                 continue
             missing = self._missing(self.calls[number], rank)
-            if missing and not missing & (self.closed | self.dead):
+            seen = self.dead if Network.current.is_silent else self.closed | self.dead
+            if missing and not missing & seen:
                 continue
             self._delivering.add(rank)
             late = scheduler.draw.random() < _OFTEN_LATE
@@ -132,7 +146,7 @@ class _Channel:
                 with torch.no_grad():
                     _finish(call, rank, part.output)
                 part.end()
-            scheduler.change(rank)
+            scheduler.change(self.job_ranks[rank])
         self.advance()
 
 
@@ -158,18 +172,23 @@ def _finish(call, rank, output):
 
 
 class Network:
-    """The channels of one history, by name."""
+    """The channels of one history, by name.
+
+    Args:
+        is_silent: Whether nobody sees that another rank, which lives, has closed its connections.
+    """
 
     current = None
 
-    def __init__(self):
-        self.channels = {}
+    def __init__(self, is_silent):
+        self.channels, self.is_silent = {}, is_silent
 
     def die(self, rank):
         """Close every connection of ``rank``, without a word."""
         for channel in self.channels.values():
-            if rank in channel.members:
-                channel.close(channel.members[rank], dies=True)
+            for member, job_rank in channel.job_ranks.items():
+                if job_rank == rank:
+                    channel.close(member, dies=True)
 
 
 class SimulatedWire:
@@ -183,7 +202,7 @@ class SimulatedWire:
         self.size, self._rank = arguments.group_size, arguments.group_rank
         name = f"{arguments.group_id} {keys.note('')}"
         self._channel = Network.current.channels.setdefault(name, _Channel(name, self.size))
-        self._channel.members[Scheduler.current.task.rank] = self._rank
+        self._channel.job_ranks[self._rank] = Scheduler.current.task.rank
         self._parts = []
 
     @classmethod

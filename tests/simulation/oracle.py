@@ -45,7 +45,7 @@ class ExactReference(Reference):
         nothing = dict.fromkeys(self._parameters[0])
         copies = enumerate(self._copies)
         self.local = [nothing if rank in self.absent else copy.gradients() for rank, copy in copies]
-        means, scales, share = {}, {}, 1.0 / len(self.local)
+        means, share = {}, 1.0 / len(self.local)
         for name, own in self._parameters[0].items():
             given = [table[name] for table in self.local]
             if all(gradient is None for gradient in given):
@@ -59,16 +59,20 @@ class ExactReference(Reference):
             if self._where_used:
                 count = sum(gradient is not None for gradient in given)
             means[name] = total.detach() * (len(given) / count)
-            scales[name] = max(float(g.abs().max()) for g in given if g is not None) if own.numel() else 0.0
             is_sparse = any(table[name].grad is not None and table[name].grad.is_sparse for table in self._parameters)
             for table in (table for rank, table in enumerate(self._parameters) if rank not in self.absent):
                 table[name].grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
         self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
-        return Expectation(means, scales, (), self._buffers)
+        return Expectation(means, {}, (), self._buffers)
+
+    def scale(self, name):
+        """The largest magnitude in a gradient on any rank."""
+        given = [table[name] for table in self.local]
+        return max((float(one.abs().max()) for one in given if one is not None and one.numel()), default=0.0)
 
 
-def differences(found, expected, *, exact=True, scales=None):
-    """Where gradients are not what they should be, as texts."""
+def differences(found, expected, *, exact=True, scale=lambda name: 0.0):
+    """Where gradients are not what they should be, as texts; ``scale`` of one is the measure for rounding."""
     texts = []
     for name, want in expected.items():
         got = found[name]
@@ -79,7 +83,7 @@ def differences(found, expected, *, exact=True, scales=None):
             pass
         elif exact:
             texts.append(f"{name} is {got.tolist()}, and should be exactly {want.tolist()}")
-        elif not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * (1 + (scales or {}).get(name, 0.0))):
+        elif not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE * (1 + scale(name))):
             texts.append(f"{name} is {got.tolist()}, and should be {want.tolist()}")
     return texts
 
@@ -105,6 +109,7 @@ class Oracle:
         self.reference = ExactReference(copies, where_used=where_used, by_active=not self.program.divides_by_all)
         self.has_failed = False
         self.is_torn = False
+        self._handles = []  # of hooks in one step
         self.ahead = set()  # ranks that have raised in the step after this one
         self.residuals = [{} for _ in range(self.program.world_size)]
         # Two halves are exact in any way; else some divide by three, and others multiply by a third.
@@ -133,15 +138,19 @@ class Oracle:
         interrupted = {f.rank for f in faults.fired if f.step == number and f.where is Where.INTERRUPT}
         dying = {f.rank: f.step for f in faults.fired if f.where is Where.DIES}
         died = [dying[rank] for rank in self.run.scheduler.dead]
+        while self._handles:
+            self._handles.pop().remove()
         copies = self.reference.copies
         before = [copy.gradients() for copy in copies]
         self.reference.absent = {rank for rank in range(len(copies)) if not program.has_inputs(rank, number)}
         for rank, copy in enumerate(copies):
-            copy.is_poisoned = faults.poisons(rank, number)
             for change in program.changes if rank not in self.reference.absent else ():
                 change.apply(rank, number, copy)
+            self._handles += faults.poison(rank, number, copy)
         expected = self.reference.expectations(step, program.recipes[0], number)
-        for k, expectation in enumerate(expected):
+        for k, expectation in enumerate(expected, start=-program.settles_late(step)):
+            if k < 0:
+                continue
             zeroing = step.zeroing if not k else Zeroing.NOTHING
             place = f"step {number}.{k} {step.kind.name}"
             there = {rank: one[k] for rank, one in enumerate(results) if len(one) > k}
@@ -216,7 +225,7 @@ class Oracle:
             if rank == 0:
                 wrong += self._lost(expectation, there)
         else:
-            wrong = differences(result.gradients, means, exact=self.is_exact, scales=expectation.scales)
+            wrong = differences(result.gradients, means, exact=self.is_exact, scale=self.reference.scale)
         if self.program.options["forward_sync_buffers"] and not (is_dropped or wrapping.is_megatron):
             buffers = first.buffers if self.has_failed else expectation.buffers
             wrong += differences(result.buffers, buffers)
@@ -250,7 +259,8 @@ class Oracle:
         """Some rank has failed: all the others are told by name, and each has what it had computed."""
         program = self.program
         several = len(program.recipes) > 1
-        is_clear = not (self.is_torn or any(word in place for word in SEVERAL))
+        # Where a gradient comes in two parts, a rank that is told between them has one of them.
+        is_clear = not (self.is_torn or program.ties or any(word in place for word in SEVERAL))
         is_single = any(place.endswith(kind) for kind in _SINGLE)
         gone_on = {rank for rank, result in there.items() if result.error is None}
         for rank, result in there.items():
@@ -339,7 +349,7 @@ def _same(first, second, *, exact=True):
     if first is None or second is None:
         return first is second
     tolerance = 0 if exact else TOLERANCE
-    return torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _are_same(first, second):

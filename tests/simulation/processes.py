@@ -168,7 +168,7 @@ def simulated():
 
 def run_ranks(program, scheduler, faults, train):
     """Run one history to its end: ``train(rank)`` is what each rank does."""
-    Network.current, Faults.current = Network(), faults
+    Network.current, Faults.current = Network(is_silent=scheduler.draw.random() < 0.3), faults
     Pages.current = Pages(program.nodes)
     scheduler.at_death = Network.current.die
     scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])

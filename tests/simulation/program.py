@@ -30,7 +30,11 @@ _WHERE_USED = (*SCALED_FIRST, Wrapping.HOOK)
 _IN_JOIN = [kind for kind in StepKind if kind is not StepKind.LOOK and "ABSENT" not in kind.name]  # forwards of all
 # Known: torch's Join counts forwards in the user's group, so those of a step that fails must be as many on each rank.
 _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and kind is not StepKind.MICRO_BATCHES]
+_TWO_SYNCHRONIZATIONS = [kind for kind in StepKind if kind.name.endswith(("BACKWARDS", "LOSSES", "GRAPH"))]
+# A hook of torch's kind that raises has the others wait in the user's group; those that it does not come to go on.
+_IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
 _TIMEOUT = timedelta(seconds=300)
+_LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
 
 
@@ -52,6 +56,7 @@ class Program:
         counts: By rank, for how many steps it has inputs; the first steps are in join(), up to the highest of these.
             Empty where there is no join().
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
+        ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
     """
 
     seed: int
@@ -66,6 +71,7 @@ class Program:
     changes: tuple[Change, ...] = ()
     counts: tuple[int, ...] = ()
     divides_by_all: bool = True
+    ties: bool = False
 
     @classmethod
     def of(cls, seed):
@@ -112,6 +118,9 @@ class Program:
         if wrapping in _WHERE_USED and not shares:
             options["average_where_used"] = draw.random() < 0.3
         one = cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
+        kinds = {layer.kind for recipe in recipes for layer in recipe.layers}
+        ties = bool(kinds & {Kind.CHECKPOINTED, Kind.REENTRANT}) and draw.random() < 0.5
+        one = dataclasses.replace(one, ties=ties)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
@@ -140,6 +149,15 @@ class Program:
     def is_sparse(self):
         """Whether there are sparse gradients, which are no sums."""
         return any(layer.kind is Kind.EMBEDDING for one in self.recipes for layer in one.layers)
+
+    @property
+    def lingers(self):
+        """Whether a rank that has raised begins nothing before all others have ended the step."""
+        return not (self.counts or self.dying) and Random(f"lingers {self.seed}").random() < 0.5
+
+    def settles_late(self, step):
+        """Whether the second backward of a step begins while the first one's results may be on their way."""
+        return self.wrapping is Wrapping.MEGATRON_OVERLAP and not self.faults and step.kind in _TWO_SYNCHRONIZATIONS
 
     @property
     def dying(self):
@@ -192,6 +210,7 @@ class Run:
         self.results = [[[] for _ in program.steps] for _ in range(count)]
         self.parameters = [[None for _ in program.steps] for _ in range(count)]
         self.joined = [({}, {})] * count
+        self._ended = [0] * count  # how many steps each has ended
 
     def run(self):
         """Run it, and hold it to the oracle.
@@ -238,7 +257,10 @@ class Run:
         self.scheduler.note("step", number, step.kind.name, step.zeroing.name)
         handles = self.faults.begin_step(number, models)
         try:
-            for _ in perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size):
+            taken = perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size)
+            for k, _ in enumerate(taken):
+                if program.settles_late(step) and not k:
+                    continue
                 models.settle()
                 self._note(rank, number, models)
         except (Planned, MemoryError) as raised:
@@ -257,6 +279,9 @@ class Run:
         models.is_quiet = False
         if error is not None:
             self._note(rank, number, models, error.with_traceback(None))
+        self._ended[rank] = number + 1
+        if isinstance(error, (Planned, MemoryError)) and program.lingers:
+            self._linger(rank, number)
         try:
             if error is not None:
                 models.zero_grad()  # in Megatron's wrapper it waits for what another chunk has sent
@@ -267,6 +292,11 @@ class Run:
             error = raised
             self._note(rank, number, models, error.with_traceback(None))
         return not isinstance(error, CommunicationError)
+
+    def _linger(self, rank, number):
+        """A rank that has raised in a step waits for the others, which must not wait for it."""
+        if not self.scheduler.wait(lambda: min(self._ended) > number, _LINGER_SECONDS):
+            self.scheduler.fail(f"rank {rank} has failed in step {number}, and others wait: {self._ended} have ended")
 
     def _note(self, rank, number, models, error=None):
         self.scheduler.note("ends", number, "well" if error is None else f"{type(error).__name__}: {error}")
@@ -301,10 +331,10 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
         return False  # the others may be one synchronization ahead
     if fault.where is Where.INTERRUPT and wrapping is Wrapping.OPTIMIZER:
         return False  # nor may these gather what it has updated
-    if fault.where is Where.NAN and is_several:
+    if fault.where in (Where.NAN, Where.NAN_GRADIENT) and is_several:
         return False  # each drops the step by itself
     if wrapping is Wrapping.HOOK:
-        return fault.where is Where.SLOW  # it communicates in a group of the user's
+        return fault.where in _IN_USERS_GROUP
     # A rank that looks alone has another backward.
     return step.kind is not StepKind.LOOK or fault.where not in (Where.BACKWARD, Where.EARLY)
 
@@ -312,6 +342,10 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
 def modules_of(program):
     """The modules of a program, for one rank."""
     modules = [one.build() for one in program.recipes]
+    for module, recipe in zip(modules, program.recipes, strict=True) if program.ties else ():
+        for layer, made in zip(module.layers, recipe.layers, strict=True):
+            if made.kind in (Kind.CHECKPOINTED, Kind.REENTRANT):
+                layer.maps[0] = module.heads[0]
     for other in modules[1:]:
         if program.shares == "heads":
             other.heads = modules[0].heads

@@ -39,6 +39,8 @@ def told(program):
     for number, step in enumerate(program.steps):
         after = ", then an update" if step.updates else ""
         yield f"  step {number}: {step.kind.name}; gradients before it: {step.zeroing.name}{after}"
+    if program.ties:
+        yield "  in checkpoints is the first head once more"
     if program.counts:
         over = "all ranks" if program.divides_by_all else "those that have inputs"
         yield f"  join() with {program.counts} steps, averages over {over}"
@@ -150,6 +152,8 @@ def _plainer(program):
         yield change(program, shares="")
     if program.counts:
         yield change(program, counts=())
+    if program.ties:
+        yield change(program, ties=False)
     for rank, count in enumerate(program.counts):
         if count < max(program.counts):
             yield change(program, counts=(*program.counts[:rank], count + 1, *program.counts[rank + 1 :]))

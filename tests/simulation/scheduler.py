@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-_LEAP_SECONDS = 0.0005  # the shortest leap of time when nothing happens ...
-_LEAP_PART = 0.25  # ... which grows with the time in which nothing has happened
+_LEAP_SECONDS = 0.002  # the shortest leap of time when nothing happens ...
+_LEAP_PART = 0.35  # ... which grows with the time in which nothing has happened
 _HANG_SECONDS = 4000.0  # more than any timeout of a program
 _MOST_TURNS = 60_000
 _FIRST_PID = 10_000_000  # no process of this system
@@ -46,7 +46,10 @@ class Task:
     baton: Any = field(default_factory=lambda: _held())
     wake: float = 0.0
     until: Any = None  # what it waits for; None if it sleeps until `wake`
-    seen: int = -1  # the number of changes on its rank when it looked last
+    may_look: bool = True  # whether something has happened since it looked last
+    has_asked: bool = False  # whether it has asked the store since then ...
+    asks: bool = True  # ... or had before that
+    thread: Any = None
     is_over: bool = False
     is_dead: bool = False
     is_main: bool = False
@@ -67,15 +70,13 @@ class Scheduler:
     def __init__(self, draw, worlds, use_world):
         self.draw = draw
         self.now = 1.0  # waits take 0.0 for "not yet"
-        self.changes = [0] * len(worlds)
         self.turns = 0
         self.log = []
         self.failure = None
         self._worlds, self._use_world = worlds, use_world
         self._tasks = []
-        self._living = []  # those that are not over, and some that are
+        self._living = []  # those that are not over, nor dead
         self._deliveries = []  # (time, what is done then)
-        self._threads = []
         self.task = None
         """Who has the baton; None before the first task and after the last."""
         self._main = _held()
@@ -103,10 +104,11 @@ class Scheduler:
         task = self.task
         self.log.append((self.now, None if task is None else task.rank, event))
 
-    def change(self, rank=None):
-        """Something has happened that ``rank`` may wait for, or any rank where it is None."""
-        for one in range(len(self.changes)) if rank is None else (rank,):
-            self.changes[one] += 1
+    def change(self, rank=None, *, in_store=False):
+        """Something has happened that ``rank`` may wait for, or any rank where it is None: who asks the store alone?"""
+        for task in self._living:
+            if (rank is None or task.rank == rank) and (task.asks or not in_store):
+                task.may_look = True
         self._changed_at = self.now
 
     def after(self, seconds, deliver):
@@ -116,12 +118,10 @@ class Scheduler:
     def spawn(self, rank, name, run):
         """A further thread, of ``rank``, that calls ``run``."""
         task = Task(rank, name)
-        thread = threading.Thread(target=self._run, args=(task, run), name=f"simulated {name}", daemon=True)
+        task.thread = threading.Thread(target=self._run, args=(task, run), name=f"simulated {name}", daemon=True)
         self._tasks.append(task)
         self._living.append(task)
-        self._threads.append(thread)
-        thread.start()
-        self.change()
+        task.thread.start()
         return task
 
     def fail(self, text):
@@ -135,6 +135,7 @@ class Scheduler:
         """No task of ``rank`` ever goes on."""
         for task in self._tasks:
             task.is_dead |= task.rank == rank
+        self._living = [task for task in self._living if not task.is_dead]
         self.dead.add(rank)
         self.note("dies")
         self.at_death(rank)
@@ -181,9 +182,9 @@ class Scheduler:
             self._main.acquire()
         finally:
             self.is_over = True
-            for task, thread in zip(self._tasks, self._threads, strict=True):  # one after another, as ever
+            for task in self._tasks:  # one after another, as ever
                 self._hand_to(task)
-                thread.join(60)
+                task.thread.join(60)
             Scheduler.current, self.task = None, None
         if self.failure is not None:
             raise self.failure
@@ -201,7 +202,9 @@ class Scheduler:
                 self.failure = Unsound(f"rank {task.rank}: {''.join(traceback.format_exception(error)[-6:])}")
                 self.is_over = True
         task.is_over = True
-        self.change()
+        if not task.is_dead:
+            self._living.remove(task)
+        self.change(task.rank)
         self._pass_on()
 
     def _wait(self, until, seconds):
@@ -212,7 +215,8 @@ class Scheduler:
             self.doom[task.rank] -= 1
             if self.doom[task.rank] == 0:
                 self.kill(task.rank)
-        task.until, task.wake, task.seen = until, self.now + seconds, self.changes[task.rank]
+        task.until, task.wake = until, self.now + seconds
+        task.may_look, task.asks, task.has_asked = False, task.has_asked, False
         self._switch()
 
     def _switch(self):
@@ -236,20 +240,16 @@ class Scheduler:
 
     def _choose(self):
         """Who goes on: a task, or None where the history is over. Delivers messages on the way."""
-        changes, draw = self.changes, self.draw
+        draw = self.draw
         while not self.is_over:
             self.turns += 1
-            if any(task.is_over or task.is_dead for task in self._living):
-                self._living = [task for task in self._living if not (task.is_over or task.is_dead)]
             living, now = self._living, self.now
             if not living:
                 return None
             if self.turns > _MOST_TURNS:
                 self._end("the ranks do not come to an end", living)
                 break
-            able = [
-                task for task in living if task.wake <= now and (task.until is None or task.seen != changes[task.rank])
-            ]
+            able = [task for task in living if task.wake <= now and (task.may_look or task.until is None)]
             due = [one for one in self._deliveries if one[0] <= now]
             if able or due:
                 k = draw.randrange(len(able) + len(due))
@@ -272,14 +272,11 @@ class Scheduler:
         self.now = min(times, default=self.now + max(_LEAP_SECONDS, quiet * _LEAP_PART))
         for task in living:
             if not times or self.draw.random() < 0.2:  # what it asks for now and then may have come since
-                task.seen = -1
+                task.may_look = True
 
     def _end(self, why, living):
         frames = sys._current_frames()
-        texts = []
-        for task, thread in zip(self._tasks, self._threads, strict=True):
-            if task in living and thread.ident in frames:
-                texts.append(f"{task.name} is in {_where(frames[thread.ident])}")
+        texts = [f"{task.name} is in {_where(frames.get(task.thread.ident))}" for task in living]
         self.failure = Unsound(f"{why}: {'; '.join(texts)}")
         self.is_over = True
 

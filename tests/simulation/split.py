@@ -10,6 +10,7 @@ Layers send nothing to one another: what is simulated is what the library does b
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -110,6 +111,8 @@ class SplitProgram:
         ]
         if dies:
             faults.append(Fault(draw.randrange(size), draw.randrange(steps), Where.DIES, draw.randrange(60)))
+        elif size > 1 and draw.random() < 0.1:
+            faults += Fault.close(draw, size, steps + 1)
         nodes = draw.choice([["here"], ["here", "there"], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(size))
         return cls(seed, shape, draw.choice([1, 1, 2]), options, steps + _CLEAN, nodes, tuple(faults))
@@ -119,7 +122,7 @@ class SplitProgram:
         """How many ranks there are."""
         return len(self.places)
 
-    @property
+    @functools.cached_property
     def places(self):
         """By rank, where it is."""
         data, tensor, stages, experts = self.shape
@@ -209,6 +212,7 @@ def start_of(part):
     return torch.randn(_WIDTH, generator=generator)
 
 
+@functools.lru_cache(maxsize=1000)  # of one history
 def input_of(program, number, place, chunk, name):
     """What a parameter is multiplied by in a step; None where this rank does not use it."""
     seen = place.tensor if not is_same_on_tensor_ranks(name) else 0

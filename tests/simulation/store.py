@@ -19,9 +19,19 @@ class SimulatedStore(dist.Store):
         scheduler = Scheduler.current
         if scheduler is not None and scheduler.task is not None:
             scheduler.interrupt()
+            scheduler.task.has_asked = True
             if what:
                 scheduler.note("store", what, key)
-                scheduler.change()
+                scheduler.change(in_store=True)
+
+    def _await(self, arrived, seconds, keys):
+        def look():
+            Scheduler.current.task.has_asked = True
+            return arrived()
+
+        self._begin("", "")
+        if not Scheduler.current.wait(look, seconds):
+            raise dist.DistStoreError(f"wait timeout for {keys}")
 
     def set(self, key, value):
         self._begin("set", key)
@@ -44,9 +54,7 @@ class SimulatedStore(dist.Store):
                 raise Unsound(f"{key} is read after it was deleted: a real store would wait")
             return key in self._values
 
-        self._begin("", "")
-        if not Scheduler.current.wait(is_there, 300.0):
-            raise dist.DistStoreError(f"wait timeout for {key}")
+        self._await(is_there, 300.0, key)
         return self._values[key]
 
     def multi_get(self, keys):
@@ -57,9 +65,7 @@ class SimulatedStore(dist.Store):
         return all(key in self._values for key in keys)
 
     def wait(self, keys, timeout=timedelta(seconds=300)):
-        self._begin("", "")
-        if not Scheduler.current.wait(lambda: all(key in self._values for key in keys), timeout.total_seconds()):
-            raise dist.DistStoreError(f"wait timeout for {keys}")
+        self._await(lambda: all(key in self._values for key in keys), timeout.total_seconds(), keys)
 
     def deleteKey(self, key):  # torch's name
         self._begin("delete", key)

@@ -298,7 +298,10 @@ def _wrapped(module, options, wrapping):
     }
     wrapper = DistributedDataParallel(module, **options, **further.get(wrapping, {}))
     if wrapping is Wrapping.HOOK:
-        wrapper.register_comm_hook(None, _hook)
+        state = (
+            [] if options["gradient_as_bucket_view"] else None
+        )  # with one, a bucket has the same parameters for ever
+        wrapper.register_comm_hook(state, _hook)
     elif wrapping is Wrapping.SYNC_HOOK:
         wrapper.register_comm_hook(_sync_hook)
     elif wrapping.compressor is not None:
