@@ -13,7 +13,7 @@ from ppe_ddp import DisagreementError, DistributedDataParallel
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
 
-OUT_OF_STEP = "rank 0 is at mask of step {0}, rank 1 is at a comparison of parameters after step {1}, rank 2 is at mask of step {0} "
+OUT_OF_STEP = "rank 0 is at mask of step {0}, rank 1 is at a comparison of parameters after step {1}, rank 2 is at mask"
 
 
 def wrap(**options):

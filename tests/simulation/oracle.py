@@ -115,7 +115,8 @@ class Oracle:
         # Two halves are exact in any way; else some divide by three, and others multiply by a third.
         count, wrapping = self.program.world_size, self.program.wrapping
         self.is_exact = count in (2, 4) or wrapping in SCALED_FIRST
-        self.is_exact &= not self.program.shares  # whose gradients autograd adds up in the order of the forwards
+        # Whose gradients autograd adds up in the order of the forwards, or of the checkpoints that are run again.
+        self.is_exact &= not (self.program.shares or self.program.ties)
         self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
 
     def check(self):

@@ -120,6 +120,8 @@ class Program:
         one = cls(seed, world_size, tuple(recipes), options, wrapping, tuple(steps), nodes, faults, shares, changes)
         kinds = {layer.kind for recipe in recipes for layer in recipe.layers}
         ties = bool(kinds & {Kind.CHECKPOINTED, Kind.REENTRANT}) and draw.random() < 0.5
+        # The parameters of the heads are not the last ones then, so there may be nothing to reach.
+        ties &= all(step.kind is not StepKind.SOME_INPUTS for step in steps)
         one = dataclasses.replace(one, ties=ties)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
@@ -333,10 +335,9 @@ def _is_fitting(fault, step, wrapping, shares, *, is_several):
         return False  # nor may these gather what it has updated
     if fault.where in (Where.NAN, Where.NAN_GRADIENT) and is_several:
         return False  # each drops the step by itself
-    if wrapping is Wrapping.HOOK:
-        return fault.where in _IN_USERS_GROUP
-    # A rank that looks alone has another backward.
-    return step.kind is not StepKind.LOOK or fault.where not in (Where.BACKWARD, Where.EARLY)
+    if step.kind is StepKind.LOOK and fault.where in (Where.BACKWARD, Where.EARLY):
+        return False  # a rank that looks alone has another backward
+    return wrapping is not Wrapping.HOOK or fault.where in _IN_USERS_GROUP
 
 
 def modules_of(program):
