@@ -203,7 +203,7 @@ class DenseBucket(Bucket, ABC):
         if self._reduction.is_plain_average:
             if self.pending is not None:
                 yield self.done
-                self._reduction.finish_average(self.pending, self.plan, self.names)
+                self._reduction.finish_average(self.pending, self.plan.device, self.names, self.plan.index)
                 self.pending = None
             return
         if self.pending is not None:

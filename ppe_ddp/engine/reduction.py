@@ -100,14 +100,17 @@ class Reduction(ABC):
             annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
             raise
 
-    def finish_average(self, pending: Waitable, plan: BucketPlan, names: Sequence[str]) -> None:
-        """Wait for the all-reduce, whose result is in place."""
+    def finish_average(self, pending: Waitable, device: torch.device, names: Sequence[str], index: int) -> object:
+        """Wait for an all-reduce that only this library knows of: what goes wrong in it is the transport's."""
         try:
-            self._groups.failures.wait(pending, plan.device)
+            return self._groups.failures.wait(pending, device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
-            raise self._failed(self._described(names, plan.index), error) from error
+            raise CommunicationError(
+                f"{self._described(names, index)}: the all-reduce failed: {error}. An error or a crash on another rank "
+                "ends here: look for the first traceback of all ranks."
+            ) from error
 
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket`` by the function or hook; None if it is done."""
@@ -118,22 +121,15 @@ class Reduction(ABC):
             raise
 
     def wait(self, bucket: GradBucket, pending: Waitable) -> object:
-        """Wait for ``pending``; what goes wrong in an all-reduce that only this library knows of is the transport's."""
+        """Wait for ``pending``; its result."""
+        device = bucket.buffer().device
         try:
-            return self._groups.failures.wait(pending, bucket.buffer().device)
+            if self.is_all_reduce:
+                return self.finish_average(pending, device, bucket.names(), bucket.index())
+            return self._groups.failures.wait(pending, device)
         except Exception as error:
-            if isinstance(error, PeerAbortedError) or not (self.is_all_reduce and isinstance(error, RuntimeError)):
-                self._annotate(error, bucket)
-                raise
-            failed = self._failed(self.describe(bucket), error)
-            self._annotate(failed, bucket)
-            raise failed from error
-
-    def _failed(self, where: str, error: RuntimeError) -> CommunicationError:
-        return CommunicationError(
-            f"{where}: the all-reduce failed: {error}. An error or a crash on another rank ends here: look for the "
-            "first traceback of all ranks."
-        )
+            self._annotate(error, bucket)
+            raise
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending`` and see that the result is in the buffer of ``bucket``, an alias of ``memory``.
