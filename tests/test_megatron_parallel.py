@@ -624,6 +624,29 @@ def test_ranks_with_other_experts_take_the_step_after_one_of_which_they_had_the_
 
 
 @on_four_ranks
+def test_who_fails_in_the_optimizer_of_one_part_connects_again_with_ranks_that_have_heard_of_it_in_another():
+    """The scaler's check of the experts ends on the other ranks before they gather these."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    inner = [torch.optim.SGD(part.parameters(), 0.1) for part in (model.module.dense, model.module.expert)]
+    shards = [model.sharded(), model.sharded(experts=True)]
+    optimizers = [DistributedOptimizer(*both, overlap=True) for both in zip(inner, shards, strict=True)]
+    for step in range(3):
+        fails = step == 1
+        handle = inner[0].register_step_post_hook(_raise) if fails and dist.get_rank() == 0 else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        model.zero_grad_buffer()
+        scaler.scale(model(torch.ones(2, 4), has_tokens=True).sum()).backward()
+        finalize_model_grads([model])
+        with pytest.raises((Boom, PeerAbortedError)) if fails else contextlib.nullcontext():
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        if handle is not None:
+            handle.remove()
+
+
+@on_four_ranks
 def test_the_dimensions_of_a_mesh_may_come_in_any_order():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
     groups = ParallelGroups.from_mesh(mesh)

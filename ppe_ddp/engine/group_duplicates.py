@@ -46,6 +46,8 @@ from ppe_ddp.errors import DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from ppe_ddp.engine.groups import Groups
+
     Release = Callable[[Callable[[str, Any], list[Any]]], None]
 
 
@@ -55,6 +57,11 @@ class User(Protocol):
     @property
     def is_running(self) -> bool:
         """Whether a collective may be under way, so that the connections must not be ended."""
+        ...
+
+    @property
+    def connections(self) -> Sequence[Groups]:
+        """The groups of the wrapper, which connect again one after another."""
         ...
 
     def note_failure(self) -> None:

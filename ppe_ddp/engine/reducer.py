@@ -73,7 +73,8 @@ class Reducer(Generic[C]):
         sync_hooks: Mapping[int, SyncHook],
     ) -> None:
         self.groups = groups
-        groups.user = weakref.ref(self)
+        for one in synchronizer.groups:
+            one.user = weakref.ref(self)
         self.synchronizer = synchronizer
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
@@ -134,6 +135,11 @@ class Reducer(Generic[C]):
     def trace(self) -> Trace | None:
         """The last synchronized backward."""
         return None if self._last is None else self._last.trace()
+
+    @property
+    def connections(self) -> Sequence[Groups]:
+        """The groups in which the wrapper sends."""
+        return self.synchronizer.groups
 
     @property
     def is_running(self) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from ppe_ddp.engine.failures import UPDATE
+from ppe_ddp.engine.failures import UPDATE, relayed
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Rows, bounds_of, flattened, is_dense
@@ -248,7 +248,7 @@ class ParameterGather:
                 logger.debug("gathering parameters was left: %s", error)
                 model.abandon(key[1])  # the next step gathers all of them
                 return
-            peer_error = model.groups.fail(error, UPDATE)
+            peer_error = self._fail_in(model.groups, error)
             if peer_error is not None:
                 raise peer_error from error
             if isinstance(error, PeerAbortedError):
@@ -269,7 +269,19 @@ class ParameterGather:
         self._note_failure()
         with self._lock:
             self._abandon()
-        return self._models[0].groups.fail(error, UPDATE)
+        return self._fail_in(self._models[0].groups, error)
+
+    def _fail_in(self, groups: Groups, error: BaseException) -> PpeDdpError | None:
+        """End the communication in ``groups``, and in the others of its wrapper, as this rank connects all again first.
+
+        A rank that has heard of the failure in one of them alone would begin its next backward in the others, and wait
+        there for ranks that wait for it.
+        """
+        instead = groups.fail(error, UPDATE)
+        user = groups.user()
+        for other in user.connections if user is not None else ():
+            other.fail(relayed(instead or error), UPDATE)
+        return instead
 
     def _note_failure(self) -> None:
         """This step has failed: who raises is not to give up the next one (``abort_grad_sync()``)."""
