@@ -25,7 +25,8 @@ WINDOW = 20
 """Steps that are looked at."""
 SLOW = 1.2
 """How long a slow rank takes at least, as a part of the median rank's time."""
-_MOST, _FEW = 17, 10  # steps of a window: ranks that are equally fast differ by chance, in half of them at most
+_MOST, _FEW = 19, 10  # steps of a window: ranks that are equally fast differ by chance, in half of them at most
+_LEAST_SECONDS = 2.0  # where a core is shared, an equal rank may get less of it for a second
 LEAST_MS = 1.0
 """How much longer it takes at least: less is not worth a word."""
 _JUDGED_EVERY = 4
@@ -63,6 +64,7 @@ class RankTimes:
         self._count = 0
         self._ended_at = self._forward_at = 0
         self._slow: set[int] = set()
+        self._slow_ms: dict[int, float] = {}  # how long ranks that are to be named have been slow, by their own time
 
     def begin_forward(self) -> None:
         if not self._forward_at:
@@ -88,11 +90,19 @@ class RankTimes:
         self._has_slow.extend(map(_has_slow, list(self._rows)[-_JUDGED_EVERY:]))
         if self._slow or sum(self._has_slow) >= _MOST:
             self._judge()
+        else:
+            self._slow_ms.clear()
 
     def _judge(self) -> None:
         rows, counts, usual = self._summary()
+        before, self._slow_ms = self._slow_ms, {}
         for row in rows:
             if row.is_slow and row.rank not in self._slow:
+                step_ms, known = row.compute_ms + row.other_ms, before.get(row.rank)
+                slow_ms = WINDOW * step_ms if known is None else known + _JUDGED_EVERY * step_ms
+                if slow_ms < 1e3 * _LEAST_SECONDS:
+                    self._slow_ms[row.rank] = slow_ms
+                    continue
                 self._slow.add(row.rank)
                 logger.warning(
                     f"rank {row.rank} is slow, and the others wait for it: in {counts[row.rank]} of the last {WINDOW} "

@@ -39,8 +39,8 @@ def test_a_byte_tells_a_time_to_a_twentieth(milliseconds):
 
 def test_a_slow_rank_is_named_once_and_again_when_it_ends():
     times = RankTimes(0)
-    slow = [[(20, 5), (20, 5), (26, 7), (20, 5)]]
-    equal = [[(20, 5)] * 4]
+    slow = [[(80, 20), (80, 20), (104, 28), (80, 20)]]
+    equal = [[(80, 20)] * 4]
     assert logged(times, equal * 40) == []
     (text,) = logged(times, slow * WINDOW)
     assert text.startswith("rank 2 is slow, and the others wait for it: in ")
@@ -52,9 +52,18 @@ def test_a_slow_rank_is_named_once_and_again_when_it_ends():
 
 
 def test_what_a_rank_spends_outside_of_the_model_is_told_apart():
-    (text,) = logged(RankTimes(0), [[(20, 2), (20, 30)]] * WINDOW)
+    (text,) = logged(RankTimes(0), [[(20, 2), (20, 30)]] * 60)
     assert "rank 1 is slow" in text
     assert "(19.5 in forward and backward, 30.0 in data loader" in text
+
+
+def test_a_rank_that_has_less_of_a_shared_core_for_a_second_is_not_named():
+    """Short steps, of which a window is over before the operating system has moved what runs there."""
+    times = RankTimes(0)
+    slow, equal = [[(4, 1), (9, 1)]], [[(4, 1)] * 2]
+    assert logged(times, (slow * 100 + equal * 20) * 10) == []
+    (text,) = logged(times, slow * 220)
+    assert "rank 1 is slow" in text
 
 
 def test_ranks_whose_graphs_differ_from_step_to_step_are_not_slow():
@@ -93,7 +102,7 @@ def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
     wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
 
     def busy(*_):
-        end = perf_counter() + 0.05 * (rank == 1)
+        end = perf_counter() + 0.11 * (rank == 1)
         while perf_counter() < end:
             pass
 
@@ -104,7 +113,7 @@ def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
             wrapper(data(4, 4, rank=rank)).sum().backward()
     table = wrapper.rank_times()
     assert table[1].is_slow
-    assert table[1].compute_ms > 45
+    assert table[1].compute_ms > 100
     tables = of_all_ranks(table)
     assert tables == [table] * 3
     assert [text for text in texts if "rank 1 is slow" in text] == texts[:1] if rank == 0 else not texts
