@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.record import EventLog, Recorder
-from ppe_ddp.errors import AbortedError, PeerAbortedError
+from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError
 from ppe_ddp.torch_internals import uncompiled_hook
 from ppe_ddp.weighing import Weights
 
@@ -229,10 +229,15 @@ class Synchronizer(ABC):
         Waits first for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere:
         of several groups a rank that has failed connects those again that it has closed, before it sends in the others.
         """
-        for groups in self.groups if self.groups[1:] else ():
+        if self.groups[1:]:
+            self._finish_gathers()
+        return any(map(_IS_CLOSED, self.groups))
+
+    def _finish_gathers(self) -> None:
+        """Wait for the parameters of the step before that are in flight."""
+        for groups in self.groups:
             for gather in list(groups.gathers):
                 gather.finish()
-        return any(map(_IS_CLOSED, self.groups))
 
     @property
     def is_renewing(self) -> bool:
@@ -309,6 +314,9 @@ class Synchronizer(ABC):
             stack.callback(self.put_back, backward)
             for groups in reversed(self.groups):
                 stack.callback(end, groups)
+            if isinstance(error, Exception):  # closing would cut off what this rank still receives of the step before
+                stack.enter_context(suppress(PeerAbortedError, CommunicationError))
+                stack.callback(self._finish_gathers)
         return next((one for one in instead if one is not None), None)
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:

@@ -17,7 +17,7 @@ import enum
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -46,27 +46,7 @@ from ppe_ddp.errors import DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ppe_ddp.engine.groups import Groups
-
     Release = Callable[[Callable[[str, Any], list[Any]]], None]
-
-
-class User(Protocol):
-    """The object that communicates in a wrapper's groups."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a collective may be under way, so that the connections must not be ended."""
-        ...
-
-    @property
-    def connections(self) -> Sequence[Groups]:
-        """The groups of the wrapper, which connect again one after another."""
-        ...
-
-    def note_failure(self) -> None:
-        """This step has failed on this rank, behind its backward, and the others are told."""
-        ...
 
 
 class Life(enum.Enum):

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
@@ -71,13 +71,31 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from ppe_ddp.contracts import Probe
-    from ppe_ddp.engine.group_duplicates import Release, User
+    from ppe_ddp.engine.group_duplicates import Release
 
 _NOT_STARTED = "the ranks could not start together"
 _NOT_CONNECTED = "the ranks could not connect again after a failure"
 _MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
 _LONGEST_PAUSE = 0.01  # ... which grow to this
+
+
+class User(Protocol):
+    """The object that communicates in a wrapper's groups."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a collective may be under way, so that the connections must not be ended."""
+        ...
+
+    @property
+    def connections(self) -> Sequence[Groups]:
+        """The groups of the wrapper, which connect again one after another."""
+        ...
+
+    def note_failure(self) -> None:
+        """This step has failed on this rank, behind its backward, and the others are told."""
+        ...
 
 
 class _Renewing(threading.local):

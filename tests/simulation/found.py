@@ -25,7 +25,8 @@ def _program(seed, nodes, faults, *, count=1, wrapping=Wrapping.PLAIN, step=_STE
 
 
 def _split(seed, shape, fault, *, chunks=1, nodes=None, **options):
-    names = ("overlap", "is_sharded", "gathers_late", "clips", "counts_tokens", "looks_for_nan", "has_small_buckets")
+    names = ("overlap", "is_sharded", "gathers_late", "clips", "scales", "counts_tokens", "looks_for_nan")
+    names += ("has_small_buckets",)
     shape = (*shape, 1, 1)[:4]
     size = math.prod(shape)
     return SplitProgram(
@@ -102,6 +103,10 @@ def found(orders=5):
     # A rank was interrupted while the ranks connected again: the others took it for one that does not come any more.
     interrupted = (Fault(0, 0, Where.EARLY, 0), Fault(1, 1, Where.INTERRUPT, 56))
     programs += [dataclasses.replace(_program(0, ("",) * 3, interrupted), steps=(_STEP,) * 3)]
+    # A rank that failed in its backward cut off what it still received of an expert, after the step before.
+    late = {"is_sharded": True, "gathers_late": True, "counts_tokens": True}
+    faults = (Fault(2, 1, Where.BACKWARD, 0), Fault(3, 0, Where.SLOW, 79), Fault(0, 1, Where.EARLY, 0))
+    programs += [dataclasses.replace(_split(961083, (2, 1, 1, 2), faults[0], **late), faults=faults)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

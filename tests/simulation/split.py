@@ -70,7 +70,8 @@ class SplitProgram:
         shape: The number of data-parallel replicas, of tensor-parallel ranks, of pipeline stages, and of experts.
         chunks: How many wrappers each rank has.
         options: ``overlap`` of gradients, ``is_sharded`` for a distributed optimizer, ``gathers_late`` for its overlap,
-            ``clips``, ``counts_tokens`` to divide by them, ``looks_for_nan``, ``has_small_buckets``.
+            ``clips``, ``scales`` by a GradScaler, ``counts_tokens`` to divide by them, ``looks_for_nan``,
+            ``has_small_buckets``.
         steps: How many.
         nodes: By rank, the node that it is on.
         faults: What befalls the ranks.
@@ -98,12 +99,14 @@ class SplitProgram:
             "looks_for_nan": draw.random() < 0.2,
             "has_small_buckets": draw.random() < 0.6,
         }
+        options["scales"] = options["is_sharded"] and draw.random() < 0.4
         steps, size = draw.choice([1, 2, 3]), math.prod(shape)
         dies = draw.random() < 0.1
         kinds = [*_PLACES, *[Where.NAN] * 3 * options["looks_for_nan"]]
         if dies:  # a slow rank would be taken for another dead one
             kinds.remove(Where.SLOW)
-        if options["is_sharded"] and not options["clips"]:  # known: others take the optimizer's step, and wait there
+        # Known: others take the optimizer's step, and wait there.
+        if options["is_sharded"] and not (options["clips"] or options["scales"]):
             kinds.remove(Where.LATE)
         faults = [
             Fault(draw.randrange(size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
@@ -121,6 +124,11 @@ class SplitProgram:
     def world_size(self):
         """How many ranks there are."""
         return len(self.places)
+
+    @property
+    def agrees_in_update(self):
+        """Whether the ranks agree between the steps of the optimizers: each is unscaled where it is taken."""
+        return self.options["scales"] and not self.options["clips"]
 
     @functools.cached_property
     def places(self):
@@ -171,7 +179,8 @@ class SplitProgram:
         if set(self.nodes) != {"here"}:
             yield change(self, nodes=("here",) * self.world_size)
         for name, value in self.options.items():
-            if value and not (name == "clips" and any(one.where is Where.LATE for one in self.faults)):
+            is_needed = name in ("clips", "scales") and any(one.where is Where.LATE for one in self.faults)
+            if value and not is_needed:
                 kept = tuple(one for one in self.faults if one.where is not Where.NAN or name != "looks_for_nan")
                 yield change(self, options={**self.options, name: False}, faults=kept)
 
@@ -302,12 +311,17 @@ class RankOfModel:
         others = [one for name, one in part.module.named_parameters() if name != "expert"]
         for parameters in filter(None, (others, experts)):
             inner, number = torch.optim.SGD(parameters, RATE), len(self.optimizers)
-            inner.register_step_pre_hook(lambda *_, number=number: self._fail_in_update(number))
+            for is_after, hook in enumerate((inner.register_step_pre_hook, inner.register_step_post_hook)):
+                hook(functools.partial(self._fail_in_update, number, is_after))
             sharded = part.sharded(experts=parameters is experts) if experts else part
             self.optimizers.append(DistributedOptimizer(inner, sharded, overlap=self.program.options["gathers_late"]))
 
-    def _fail_in_update(self, number):
-        Faults.current.at(Where.UPDATE, lambda fault: fault.number % len(self.optimizers) == number)
+    def _fail_in_update(self, number, is_after, *_):
+        """Raise where it has to, before an optimizer's step or after it."""
+        place = (number, is_after)
+        Faults.current.at(
+            Where.UPDATE, lambda fault: (fault.number % len(self.optimizers), fault.number // 100) == place
+        )
 
     def _groups(self):
         """This rank's of all groups, which all ranks make together."""
@@ -345,6 +359,7 @@ class RankOfModel:
     def backward(self, number):
         """Forward and backward; who fails there tells its data-parallel peers, where they cannot know."""
         faults, losses = Faults.current, []
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         try:
             for chunk, part in enumerate(self.chunks):
                 anchor = torch.zeros(1, requires_grad=True) * 1.0
@@ -355,7 +370,7 @@ class RankOfModel:
                 loss.register_hook(faults.hook(Where.EARLY))
                 losses.append(loss)
             faults.at(Where.LOSS)
-            sum(losses).backward()
+            (self.scaler.scale(sum(losses)) if self.program.options["scales"] else sum(losses)).backward()
         except (Planned, MemoryError) as error:
             if not self.program.options["overlap"] or error.args[0] in (Where.LOSS, Where.EARLY):
                 for part in self.chunks:
@@ -376,10 +391,13 @@ class RankOfModel:
     def update(self):
         """Clip, and take the optimizer's step."""
         if self.optimizers:
+            scales = self.program.options["scales"]
             if self.program.options["clips"]:
+                for optimizer in self.optimizers if scales else ():
+                    self.scaler.unscale_(optimizer)
                 self.norm = clip_grad_norm_(self.optimizers, MOST_NORM)
             for optimizer in self.optimizers:
-                optimizer.step()
+                self.scaler.step(optimizer) if scales else optimizer.step()
             return
         with torch.no_grad():
             for parameter in self.trained:

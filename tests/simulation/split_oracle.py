@@ -93,7 +93,8 @@ class SplitOracle:
         late = {fault.rank for fault in fired if fault.where is Where.LATE}
         updates = [fault for fault in fired if fault.where is Where.UPDATE]
         place = f"step {number}"
-        if dropping or (late and self.program.options["clips"] and self.program.options["is_sharded"]):
+        options = self.program.options
+        if dropping or (late and options["is_sharded"] and (options["clips"] or options["scales"])):
             self._check_all_failed(place, errors, dropping | late)
         elif self.untold and (errors or not self.is_told_perhaps):
             self._check_told(place, errors)
@@ -154,12 +155,13 @@ class SplitOracle:
     def _check_update_failed(self, place, errors, updates):
         """Whether the step is good nevertheless, as there was nothing left to gather, and nobody waited."""
         updating = {fault.rank for fault in updates}
-        peers = {peer for rank in updating for peer in self.program.peers(rank)}
+        everyone = [range(self.program.world_size)] * self.program.agrees_in_update
+        peers = set().union(*everyone, *(self.program.peers(rank) for rank in updating))
         if not updating <= errors.keys() <= peers:
             raise Unsound(f"{place}: {updating} have failed to update, and {set(errors)} have errors: {errors}")
         self._check_named(place, errors, updating)
         waits = {self._waits(fault) for fault in updates}
-        if waits == {False}:
+        if waits == {False} and not (self.program.agrees_in_update and errors.keys() != updating):
             if errors.keys() != updating:
                 raise Unsound(f"{place}: nobody has waited for {updating}, and these have errors: {errors}")
             errors.clear()
