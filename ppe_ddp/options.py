@@ -57,11 +57,12 @@ class Options:
     Attributes:
         bucket_cap_mb: Size of a bucket in MiB. Smaller ones are launched earlier and leave less to wait for at the
             end; larger ones pay the latency of a message less often. None: 4 at first, and after ten steps, where that
-            makes a step shorter, another size: by how long backward took in them, and the latency and speed of the
-            group, the same on every rank; sums may be rounded otherwise then. It stays 4 with a hook, a function of
-            the user's or a sharded optimizer; and 25, which is torch's, on GPUs. Several: one a bucket in launch
-            order, the last for all further ones; so that a small first bucket is launched early.
-            ``bucket_cap_mb_list``, torch's keyword for several, takes precedence.
+            makes a step shorter, another size: by how long backward took in them, the latency and speed of the
+            group, and what gloo's threads take of cores on which ranks compute, the same on every rank; sums may be
+            rounded otherwise then. It stays 4 with a hook, a function of the user's or a sharded optimizer; and 25,
+            which is torch's, on GPUs. Several: one a bucket in launch order, the last for all further ones; so that a
+            small first bucket is launched early. ``bucket_cap_mb_list``, torch's keyword for several, takes
+            precedence.
         gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
             ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
         init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it,

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 from contextlib import contextmanager
 
 import pytest
@@ -18,8 +19,8 @@ MIB = 1 << 20
 DEFAULT = 4 * MIB
 
 
-def speed(backward, nbytes, latency, per_byte):
-    return MeasuredSpeed(backward, nbytes, latency, per_byte).best_bucket_bytes(DEFAULT)
+def speed(backward, nbytes, latency, per_byte, *taken):
+    return MeasuredSpeed(backward, nbytes, latency, per_byte, *taken).best_bucket_bytes(DEFAULT)
 
 
 def test_where_nothing_is_gained_the_default_stays():
@@ -34,6 +35,13 @@ def test_the_slower_the_link_behind_a_long_backward_the_smaller_the_last_bucket(
 
 def test_the_longer_the_latency_the_larger_the_buckets():
     assert speed(0.3, 64 * MIB, 0.1, 1e-10) >= 16 * MIB
+
+
+def test_where_the_transport_takes_the_cores_that_ranks_compute_on_there_are_fewer_buckets():
+    small_model = 0.01, 3_328_000, 4e-4, 1e-9
+    assert speed(*small_model) == MIB
+    assert speed(*small_model, 3e-4, 5e-10) > MIB
+    assert speed(*small_model, 2e-3, 1e-9) == DEFAULT
 
 
 def test_what_a_user_has_named_or_a_hook_holds_on_to_stays():
@@ -109,10 +117,12 @@ def test_all_ranks_change_the_size_after_the_same_step(two_ranks):
         assert is_same
 
 
-def measure():
-    model = ppe_ddp.DistributedDataParallel(Net())
-    train(model, MEASURED_STEPS)
-    return model._reducer.synchronizer.negotiation._bucket_size.speed
+def measure(cores=1):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(os, "sched_getaffinity", lambda _pid: range(cores))
+        model = ppe_ddp.DistributedDataParallel(Net(), shared_memory=False)
+        train(model, MEASURED_STEPS)
+        return model._reducer.synchronizer.negotiation._bucket_size.speed
 
 
 def test_the_slowest_rank_counts_on_all(two_ranks):
@@ -121,6 +131,13 @@ def test_the_slowest_rank_counts_on_all(two_ranks):
     assert first.nbytes == 8 * (256 * 256 + 256) * 4
     assert first.backward > 0
     assert first.latency > 0
+    assert first.taken > 0
+
+
+def test_threads_of_a_transport_that_have_cores_of_their_own_take_none(two_ranks):
+    first, second = two_ranks.run(measure, 1000)
+    assert first == second
+    assert (first.taken, first.taken_per_byte) == (0, 0)
 
 
 def fail_in_between(rank_that_fails, step_that_fails):

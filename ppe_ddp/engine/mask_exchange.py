@@ -1,4 +1,4 @@
-"""Finds out which gradients exist on any rank, by one MAX all-reduce of bytes.
+"""Finds out which gradients exist on any rank: the maximum of each byte of one message over the ranks.
 
 The same message shows whether the ranks have the same parameters and options, and are in the same step.
 
@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.engine.failures import is_explained
+from ppe_ddp.engine.group_duplicates import is_over_gloo
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.record import watch
 from ppe_ddp.errors import CommunicationError
@@ -101,13 +103,24 @@ class MaskExchanger:
         self.groups = groups
         self.capacity = 128  # bytes of the next message
         self._allocate = allocator(groups.control)
+        # The backend shm does the same by itself. Few ranks share cores, on which each round of gloo's ring waits.
+        self._direct_bytes = ShmOptions().for_control().direct_up_to(groups.world_size)
         self.idle: list[Tensor] = []  # messages whose results were read
 
     def send(self, content: bytearray) -> tuple[Tensor, dist.Work | CommunicationError | None]:
-        """Start the MAX all-reduce of a message with this content, in memory that the transport prefers, in place.
+        """Start to find the maximum over the ranks of each byte of a message with this content.
 
-        Gives the message, and its Work, or why it could not be started; None where one rank is alone.
+        It is an all-reduce in memory that the transport prefers, in place; over gloo alone, where it is small and ranks
+        are few, each rank sends it to each.
+
+        Gives the message, 1-D, or a row from each rank; and its Work, or why it could not be started; None where one
+        rank is alone.
         """
+        if 0 < len(content) <= self._direct_bytes and self.groups.world_size > 1 and is_over_gloo(self.groups.control):
+            sent = torch.frombuffer(content, dtype=torch.uint8).repeat(self.groups.world_size)
+            rows = torch.empty_like(sent)
+            direct: dist.Work = dist.all_to_all_single(rows, sent, group=self.groups.control, async_op=True)
+            return rows.view(self.groups.world_size, -1), direct
         while self.idle:
             message = self.idle.pop()
             if message.numel() == len(content):
@@ -176,9 +189,10 @@ class MaskExchange:
                 raise
             raise groups.explained(error, "waiting for the other ranks to start a backward") from error
         self._work = None  # gloo's keeps the connection
-        reply, start = self._message.numpy().tobytes(), 0
+        reply, start = self._reply(), 0
         if not self._is_body:
-            self._exchanger.idle.append(self._message)
+            if self._message.dim() == 1:
+                self._exchanger.idle.append(self._message)
             if reply[:_HEADER] != self._header:
                 return AgreedMask(False, {})
             start = _HEADER
@@ -187,6 +201,11 @@ class MaskExchange:
             agreed[name] = reply[start : start + len(field)]
             start += len(field)
         return AgreedMask(True, agreed)
+
+    def _reply(self) -> bytes:
+        """The maxima, of a message that has arrived."""
+        message = self._message
+        return bytes((message if message.dim() == 1 else message.amax(0)).numpy().tobytes())
 
     def _await_message(self) -> None:
         if isinstance(self._work, CommunicationError):
@@ -202,11 +221,11 @@ class MaskExchange:
         if self._is_body:
             return False
         self._await_message()  # if it has failed, what came of it is no digest
-        if self._message.numpy()[:_HEADER].tobytes() != self._header:
+        if self._reply()[:_HEADER] != self._header:
             return False
         self._is_body = True
         self._message, self._work = self._exchanger.send(bytearray(self._body))
-        size = self._message.numel()
+        size = len(self._body)
         self.nbytes += size
         # double, so that a module that grows a little every step does not pay for it every step
         self._exchanger.capacity = 2 * (_HEADER + size)

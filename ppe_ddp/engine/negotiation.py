@@ -12,11 +12,12 @@ After a failure the ranks start over with the default, and measure again.
 
 from __future__ import annotations
 
+import os
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from time import perf_counter_ns
+from time import perf_counter_ns, process_time_ns, thread_time_ns
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,13 +66,18 @@ class MeasuredSpeed:
     nbytes: int  # of its gradients
     latency: float  # seconds of an all-reduce of next to nothing
     per_byte: float  # seconds that each further byte adds
+    # How long an all-reduce beside a backward keeps it waiting for a core, on which the transport's threads run; zero
+    # where there are more cores than the ranks compute on.
+    taken: float = 0.0
+    taken_per_byte: float = 0.0
 
     def step_seconds(self, bucket_bytes: int) -> float:
         """From the begin of backward to the last average, with buckets of this size."""
         count = max(1, -(-self.nbytes // bucket_bytes))
         sent, arrivals = 0.0, [0.0] * _UNDER_WAY
+        taken = self.taken + self.nbytes / count * self.taken_per_byte
         for k in range(1, count + 1):
-            ready = self.backward * k / count + _HOST_SECONDS * k
+            ready = self.backward * k / count + _HOST_SECONDS * k + taken * (k - 1)
             sent = max(ready, sent, arrivals[-_UNDER_WAY]) + self.nbytes / count * self.per_byte
             arrivals.append(sent + self.latency)
         return arrivals[-1]
@@ -104,25 +110,38 @@ class BucketSizeMeasurement:
         found = [int(statistics.median(column)) for column in zip(*self._backwards[_FIRST_STEPS:], strict=True)]
         for size in (_SMALL, _LARGE):
             message = allocator(self._groups.buckets)(size // 4, torch.float32, _CPU).zero_()
-            times = []
+            times, taken = [], []
             for _ in range(_TRIALS):
-                start = perf_counter_ns()
+                start, start_of_threads = perf_counter_ns(), _by_other_threads_ns()
                 yield from self._all_reduce(message, self._groups.buckets)
                 times.append(perf_counter_ns() - start)
-            found.append(min(times[1:]))
+                taken.append(_by_other_threads_ns() - start_of_threads)
+            found += min(times[1:]), self._cores_are_busy() * max(0, min(taken[1:]))
         agreed = allocator(self._groups.control)(len(found), torch.int64, _CPU)
         agreed.copy_(torch.tensor(found))
         yield from self._all_reduce(agreed, self._groups.control)
-        backward, nbytes, small, large = agreed.tolist()
-        per_byte = max(0, large - small) / 1e9 / (_LARGE - _SMALL)
-        self.speed = MeasuredSpeed(backward / 1e9, nbytes, small / 1e9, per_byte)
+        backward, nbytes, small, small_taken, large, large_taken = agreed.tolist()
+        per_byte, taken_per_byte = (
+            max(0, more - less) / 1e9 / (_LARGE - _SMALL) for more, less in ((large, small), (large_taken, small_taken))
+        )
+        self.speed = MeasuredSpeed(backward / 1e9, nbytes, small / 1e9, per_byte, small_taken / 1e9, taken_per_byte)
         recorder.control_nbytes += _TRIALS * (_SMALL + _LARGE) + agreed.nbytes
+
+    def _cores_are_busy(self) -> bool:
+        """Whether the ranks of this node compute on all of its cores."""
+        ranks = 1 + len(self._groups.processes.on_this_node)
+        return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
 
     def _all_reduce(self, tensor: Tensor, group: ProcessGroup) -> Steps:
         """The largest of each element over the ranks, in place."""
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
         yield probe(work)
         self._groups.failures.wait(work, _CPU)
+
+
+def _by_other_threads_ns() -> int:
+    """How long other threads of this process than this one have computed."""
+    return process_time_ns() - thread_time_ns()
 
 
 _POSITIONS = 1_000_000
