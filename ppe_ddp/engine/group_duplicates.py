@@ -46,8 +46,6 @@ from ppe_ddp.errors import DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ppe_ddp.engine.groups import Groups
-
     Release = Callable[[Callable[[str, Any], list[Any]]], None]
 
 
@@ -60,7 +58,7 @@ class User(Protocol):
         ...
 
     @property
-    def connections(self) -> Sequence[Groups]:
+    def connections(self) -> Sequence[Any]:
         """The groups of the wrapper, which connect again one after another."""
         ...
 
