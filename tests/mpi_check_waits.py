@@ -112,7 +112,7 @@ def waits_for_a_rank_that_gives_up(name):
         assert one.item() == size
 
 
-@check(*CALLS[:-1], ranks=2)
+@check(*CALLS[:-1], ranks=2, most=2)
 def waits_for_a_rank_that_does_not_come(name):
     """They end at the timeout, with an error; the rank that comes later is told."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -133,7 +133,7 @@ def waits_for_a_rank_that_does_not_come(name):
     assert one.item() == size
 
 
-@check("by messages", "in shared memory", ranks=2)
+@check("by messages", "in shared memory", ranks=2, most=2)
 def futures_that_no_other_rank_completes(way):
     """A thread waits for them: it ends at the timeout, too, and who waits for the future gets the error."""
     group = impatient_group()
@@ -172,7 +172,7 @@ def waits_that_an_interrupt_ends():
     assert [set(total.tolist()) for total in totals] == [{size}] * 3
 
 
-@check(ranks=2)
+@check(ranks=2, most=2)
 def a_group_that_one_rank_does_not_make():
     if dist.get_rank() == 1:
         with pytest.raises(
@@ -187,7 +187,7 @@ def groups_missing_here(number):
     return max(numbers) - number
 
 
-@check(ranks=2)
+@check(most=2)
 def the_probes_hold_again_and_again():
     # torch names groups that only their ranks make by how many groups a process has, and a newer torch by how many it
     # has made, those included that have failed: checks before have left some of either.

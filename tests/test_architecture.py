@@ -120,6 +120,30 @@ def test_files_and_functions_are_small():
                 assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
 
 
+MUTATORS = {"append", "extend", "insert", "update", "pop", "popitem", "remove", "clear", "setdefault"}
+
+
+def writes_of_backwards_in(source: str) -> list[str]:
+    """Assignments to attributes of a backward, or to their items, and calls that change one; not of its recorder."""
+    targets = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            targets.append(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            targets.append(node.func.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            targets.append(ast.Attribute(node.args[0], "any"))
+    return [line for line in map(ast.unparse, targets) if re.search(r"(backward|unfinished)\.(?!recorder\.)", line)]
+
+
+def test_the_reducer_alone_writes_a_backward():
+    writers = {ROOT / "engine" / name for name in ("backward.py", "reducer.py")}
+    written = {path.name: writes_of_backwards_in(path.read_text()) for path in FILES if path not in writers}
+    assert {name: lines for name, lines in written.items() if lines} == {}
+    code = "backward.a, self._unfinished.b[0] = 1, 2; backward.late.pop(i); setattr(backward, n, 1); x = backward.c.d()"
+    assert len(writes_of_backwards_in(code)) == 4
+
+
 STEP = """
 import sys, torch, torch.distributed as dist, torch.distributed.algorithms.join, torch.profiler
 before = set(sys.modules)

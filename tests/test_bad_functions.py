@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from failing import ending_within
 from one_process import assert_gradients, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DistributedDataParallel, FunctionError, PeerAbortedError, average, broadcast, overlapped
-from rank_tests import each_variant, on_two_ranks
+from rank_tests import VARIANTS, each_variant, on_two_ranks
 
 
 class Refused(Exception):
@@ -201,21 +202,20 @@ def hook_whose_callback_raises(state, bucket):
     return allreduce_hook(state, bucket).then(refuse)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "text"),
-    [
-        (refuse, Refused, "not today"),
-        (hook_whose_callback_raises, RuntimeError, "not today"),
-        (hook_that_returns_a_tensor, FunctionError, r"hook Turns returned Tensor .*must return a torch\.futures"),
-        (hook_whose_future_holds_text, FunctionError, "the Future of communication hook Turns holds str"),
-        (hook_whose_future_is_short, FunctionError, r"hook Turns holds 1 elements, the bucket has \d+"),
-    ],
-)
-@each_variant
+WRONG_HOOKS = [
+    (refuse, Refused, "not today"),
+    (hook_that_returns_a_tensor, FunctionError, r"hook Turns returned Tensor .*must return a torch\.futures"),
+    (hook_whose_future_holds_text, FunctionError, "the Future of communication hook Turns holds str"),
+    (hook_whose_future_is_short, FunctionError, r"hook Turns holds 1 elements, the bucket has \d+"),
+    (hook_whose_callback_raises, RuntimeError, "not today"),
+]
+
+
 @on_two_ranks
-def test_a_hook_of_torch_that_is_wrong(wrong, error, text, options):
-    for culprit in range(2):
-        hold_hook(wrong, error, text, culprit, options)
+def test_a_hook_of_torch_that_is_wrong():
+    for k, (wrong, error, text) in enumerate(WRONG_HOOKS):
+        with ending_within(1.0 if wrong is hook_whose_callback_raises else 0.2):
+            hold_hook(wrong, error, text, k % 2, VARIANTS[k % len(VARIANTS)])
         gc.collect()  # what still holds a hook's group on one rank keeps the other waiting when it destroys its own
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, UnusableError, average
 from ppe_ddp.testing import Outcome, RankError, Ranks
-from rank_tests import on_three_ranks, on_two_ranks
+from rank_tests import long, on_three_ranks, on_two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def start_on_rank_0_only(way):
         os._exit(3)
 
 
-@pytest.mark.parametrize("way", ["backward", "finish_grad_sync"])
+@pytest.mark.parametrize("way", ["backward", *long("finish_grad_sync")])
 def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impatient_ranks, way):
     with pytest.raises(RankError) as caught:
         impatient_ranks.run(start_on_rank_0_only, way, timeout=90, grace=10)

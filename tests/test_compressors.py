@@ -47,7 +47,7 @@ METHODS = {
     "uncompressed": Uncompressed(),
     "mixed": ByParameter({"weight": TopK(0.1, min_numel=0), "w*": PowerSGD(2), "conv": Int8()}, min_numel=2),
 }
-SIZES = (1, 2, 5)
+SIZES = (1, 5)
 each_method = pytest.mark.parametrize("name", METHODS)
 each_size = pytest.mark.parametrize("size", SIZES)
 
@@ -92,7 +92,7 @@ def test_zeros_are_zeros(name, size):
         zeros = [{key: torch.zeros(shape) for key, shape in SHAPES.items()} for _ in range(size)]
         assert all(not value.any() for value in ranks.average(zeros, keeps=keeps).values())
     given = drawn(SHAPES, size)
-    assert all(value.isfinite().all() for value in ranks.average(given, keeps=size == 2).values())
+    assert all(value.isfinite().all() for value in ranks.average(given, keeps=size == 1).values())
 
 
 @each_method

@@ -21,6 +21,7 @@ import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
+from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.training import _QuorumStore, steps_after
 from rank_tests import long
 from subprocesses import warm_python
@@ -147,7 +148,8 @@ def test_one_alone(lone):
     assert sorted(taken) == sorted([*range(10)] * 2)
 
 
-def test_a_store_that_is_silent_is_not_waited_for():
+def test_a_store_that_is_silent_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(memberships, "_JOIN_SECONDS", 0.2)  # for the thread that is in the store
     connection, theirs = elastic_program.FORK.Pipe()
     server = elastic_program.FORK.Process(target=elastic_program.serve, args=(theirs, []), daemon=True)
     server.start()

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from closing import await_closing, calls_that_no_rank_ends
 from one_process import assert_gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.backends.group_internals import registered_groups
+from ppe_ddp.backends.shm import gloo_wire
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.group_duplicates import close
 from rank_tests import on_three_ranks, on_two_ranks
@@ -37,6 +39,7 @@ def has_ended(group):
 
 
 @on_two_ranks
+@mock.patch.object(gloo_wire, "_COMPLETING_SECONDS", 0.3)  # nothing under way completes
 def test_a_reduce_function_whose_callback_has_the_group_when_another_bucket_fails():
     rank, go, ends = dist.get_rank(), threading.Event(), []
 
@@ -129,6 +132,7 @@ def test_torch_does_not_count_groups_that_are_closed():
 
 
 @on_three_ranks
+@mock.patch.object(gloo_wire, "_COMPLETING_SECONDS", 0.3)  # nothing under way completes
 def test_what_is_under_way_ends_with_the_connections():
     """No rank comes to what another waits for, and gloo would let each wait until its timeout."""
     group = dist.new_group(timeout=timedelta(minutes=5))

@@ -58,7 +58,7 @@ def observed(seed, options):
     case, plugs = scenario(seed)
     group = group_with(options) if options is not None else None
     with without_warnings():
-        seen = observe_all(case, every_variant()[seed % 4 :: 4], plugs, group=group)
+        seen = observe_all(case, every_variant()[seed % 6 :: 6], plugs, group=group)
     for observation in seen:
         observation.gradients = {}
     dist.barrier()

@@ -304,4 +304,4 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS, ids=[bug.title for bug in BUGS])
 def test_a_planted_bug_is_found(bug):
     with bug.planted(), pytest.raises(Unsound):
-        search_all()
+        _ = search_pages(2, 3) if bug.owner is ControlPages else search_all()

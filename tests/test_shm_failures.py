@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import failing
 from closing import await_closing, calls_that_no_rank_ends
 from ppe_ddp import CommunicationError
-from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.shm import ShmOptions, gloo_wire
 from ppe_ddp.testing import Nodes
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop, warm_python
@@ -87,7 +88,7 @@ NODES_SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
 import ppe_ddp
-from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.shm import ShmOptions, gloo_wire
 from ppe_ddp.testing import Nodes
 
 how, culprit = sys.argv[1], int(sys.argv[2])
@@ -134,6 +135,7 @@ def test_on_two_nodes_a_rank_that_has_ended_is_named_on_all(how, culprit, tmp_pa
 
 
 @on_three_ranks
+@mock.patch.object(gloo_wire, "_COMPLETING_SECONDS", 0.3)  # nothing under way completes
 def test_what_is_under_way_by_gloo_ends_with_the_group():
     """No rank comes to what another waits for, and gloo would let each wait until its timeout."""
     options = ShmOptions(shared_memory=False)

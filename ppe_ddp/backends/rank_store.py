@@ -217,6 +217,13 @@ class MeetingOutcome(NamedTuple):
     refusal: Any = None  # its word, where it has refused
     place: int = 0  # in the order of all meetings whose places the ranks count, where all have come; else 0
 
+    def error(self, message: str, absent: Sequence[int]) -> CommunicationError:
+        """The error of one that was refused: names the ``absent`` ranks, and what the rank that refused has raised."""
+        _, reason, is_own = self.refusal
+        error = CommunicationError(message)
+        error.ranks, error.reason = tuple(absent), reason if is_own else ""
+        return error
+
 
 class Meeting:
     """A meeting of all ranks in a store: each brings a word, and all learn the words of all, or that one has refused.
@@ -354,17 +361,17 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     outcome = meeting(turn).words(with_what, _look_at_members.get(), seconds)
     group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
     if not outcome.words:
-        others, reason, is_own = outcome.refusal
-        absent = ", ".join(str(ranks[other]) for other in others if other != place) or "that came too late"
+        others, reason, _ = outcome.refusal
+        others = [other for other in others if other != place]
+        absent = ", ".join(str(ranks[other]) for other in others) or "that came too late"
         waited = f"has waited for the group's timeout of {seconds:g} s: rank {absent} did not make it"
-        error = CommunicationError(
+        raise outcome.error(
             f"rank {ranks[place]}: making {group} {f'has failed on rank {absent} ({reason})' if reason else waited}. "
             "Where only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
             "process has, or has tried to make, so that must be equally many on each; else all ranks of the job call "
-            "new_group()"
+            "new_group()",
+            others,
         )
-        error.ranks, error.reason = tuple(other for other in others if other != place), reason if is_own else ""
-        raise error
     for other, others in zip(ranks, outcome.words, strict=True):
         if others != outcome.words[0]:
             raise DisagreementError(
@@ -394,14 +401,13 @@ def exchange(
     outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds, may_leave=may_leave)
     if not outcome.words:
         look()  # it may know why
-        absent, reason, is_own = outcome.refusal
+        absent, reason, _ = outcome.refusal
         why = f"has left ({reason})" if reason else f"did not come within the group's timeout of {seconds:g} s"
-        error = CommunicationError(
+        raise outcome.error(
             f"rank {rank} of {world_size}: rank {', '.join(map(str, absent))} {why}. All ranks of the group must wrap "
-            "the module together"
+            "the module together",
+            absent,
         )
-        error.ranks, error.reason = tuple(absent), reason if is_own else ""
-        raise error
     written = kept_with(group, _stores_of_exchanges)
     written.append(store)
     while len(written) > _LAST:

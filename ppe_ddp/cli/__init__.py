@@ -56,13 +56,17 @@ def main(
         return _list(words, program, commands)
 
 
+def is_on_rank_0() -> bool:
+    """Whether this process tells what is the same on all ranks of a job; also where its variables are wrong."""
+    with contextlib.suppress(ValueError, RuntimeError):
+        return detect(os.environ).rank == 0
+    return True
+
+
 @contextlib.contextmanager
 def _on_rank_0() -> Generator[None]:
     """Discards what other ranks of a job print: the command line is the same on all of them."""
-    is_first = True
-    with contextlib.suppress(ValueError, RuntimeError):
-        is_first = detect(os.environ).rank == 0
-    if is_first:
+    if is_on_rank_0():
         yield
     else:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import os
@@ -24,6 +23,7 @@ from torch.utils import collect_env
 from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, SHARE_DEVICES, torch_nccl, torch_nccl_text
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.backends.json_collectives import all_gather_json
+from ppe_ddp.cli import is_on_rank_0
 from ppe_ddp.cli.command_line import add_json, count, fail, machine_facts, print_rows, told, versions, write_report
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
@@ -66,9 +66,8 @@ class Env:
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
         """Looks and prints; returns 0, whatever there is or is not."""
-        with contextlib.suppress(ValueError, RuntimeError):  # which launcher_here() tells
-            if detect(os.environ).rank > 0:
-                return 0
+        if not is_on_rank_0():
+            return 0
         info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()
         threads = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')}, torch takes {torch.get_num_threads()}"
         rows = {

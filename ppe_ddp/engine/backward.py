@@ -6,7 +6,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,12 @@ from ppe_ddp.torch_internals import uncompiled_hook
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch import Tensor
 
     from ppe_ddp.engine.bucket import LaunchSchedule
-    from ppe_ddp.engine.completion import Steps, Turn
+    from ppe_ddp.engine.completion import ResultSteps, Steps, Turn
     from ppe_ddp.engine.failures import HookProgress
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
-_IS_CLOSED = attrgetter("is_closed")
+_IS_CLOSED, _IS_DONE = attrgetter("is_closed"), methodcaller("done")
 
 
 class Phase(enum.Enum):
@@ -70,7 +70,7 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
 
 
 class Backward:
-    """The state of one synchronized backward. Each attribute has one writer; only methods change the phase."""
+    """The state of one synchronized backward. The reducer writes it; a synchronizer tells it what has happened."""
 
     def __init__(
         self,
@@ -80,6 +80,8 @@ class Backward:
         silent: bool = False,
         turn: Turn | None = None,
         is_empty: bool = False,
+        alive: Callable[[], object] = lambda: True,
+        expected: Sequence[int] | None = None,
     ) -> None:
         self.phase = Phase.BEGUN
         self.silent = silent  # this rank contributes and takes nothing: it only makes the calls that others wait for
@@ -91,23 +93,27 @@ class Backward:
         # Launches the buckets of the current round; None before the plan is known, and when all is over.
         self.schedule: LaunchSchedule[Any] | None = None
         self.rounds: list[LaunchSchedule[Any]] = []  # that of the plan, and of a second round
-        # The reducer writes these. One byte a parameter: how much its bucket still waits for, which is its gradient
-        # where that is expected here and has not arrived. None while the mask is not made before backward is over.
+        # One byte a parameter: how much its bucket still waits for, which is its gradient where that is ``expected``
+        # here and has not arrived. None while the mask is not made before backward is over.
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
+        if expected is not None:
+            self.waiting = waiting = bytearray(b"\1" if len(expected) == len(names) else b"\0") * len(names)
+            if len(expected) < len(names):
+                for i in expected:
+                    waiting[i] = 1
         self.unexpected: list[int] = []  # parameters whose gradient arrived without being expected, or once more
         self.arrivals: list[int] = []  # parameters in the order in which their gradients arrived
         self.dropped = 0  # how many forwards of this rank had no backward so far (``grad_hooks.py``)
-        self.alive: Callable[[], object] = lambda: True  # returns None once the graph task is gone
+        self.alive = alive  # returns None once the graph task is gone
         self.met: Exception | None = None  # the error of another rank, to be raised when this backward is over
-        # The synchronizer writes these.
-        self.exchange: MaskExchange | None = None  # the mask exchange
-        self.launch_triggers: Collection[int] = ()  # at whose arrival the reducer launches the buckets that are ready
-        self.agreement: Agreement | None = None  # what came of the mask exchange
+        self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
+        # The synchronizer tells these.
+        self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group
+        self.agreement: Agreement | None = None  # what came of the exchange
         self.weight: float | None = None  # what gradients are multiplied by before averaging; None: no rank weighs
         # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         self.late: dict[int, Tensor] = {}
-        self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
-        self.is_writer: list[bool] = []  # whether this rank has written buffers of each submodule that has any
+        self.is_writer: Sequence[bool] = ()  # whether this rank has written buffers of each submodule that has any
         self.buffers: dict[str, Tensor] = {}  # by name, as all ranks agree on them; empty if they are not broadcast
 
     @property
@@ -124,42 +130,62 @@ class Backward:
         assert self.phase in _BEFORE[phase], f"a backward cannot go from {self.phase.name} to {phase.name}"
         self.phase = phase
 
-    def expect(self, indices: Sequence[int]) -> None:
-        """The mask is made while backward runs, which will bring the gradients of these parameters."""
-        count = len(self.recorder.names)
-        self.waiting = waiting = bytearray(b"\1" if len(indices) == count else b"\0") * count
-        if len(indices) < count:
-            for i in indices:
-                waiting[i] = 1
-
     def expect_more(self, indices: Sequence[int], count: int) -> None:
         """Expect so many more gradients of these parameters, if the mask is made while backward runs."""
         if self.waiting is not None:
             for i in indices:
                 self.waiting[i] += count
 
+    def negotiate(
+        self, exchanges: Sequence[MaskExchange], buffers: dict[str, Tensor], is_writer: Sequence[bool]
+    ) -> None:
+        """The mask was sent; it speaks of these ``buffers`` of the module, too."""
+        self.enter(Phase.NEGOTIATING)
+        self.exchanges, self.buffers, self.is_writer = exchanges, buffers, is_writer
+        self.recorder.asked_at = perf_counter_ns()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether the agreed mask has arrived."""
+        return all(map(_IS_DONE, self.exchanges))
+
     def restart(self) -> None:
         """The mask that was sent is void; it is negotiated again when backward is over."""
         self.enter(Phase.BEGUN)
-        self.exchange = self.waiting = None
+        self.exchanges, self.waiting = (), None
 
-    def add_round(self, schedule: LaunchSchedule[Any]) -> None:
-        """Make ``schedule`` the current one: that of the plan, which is known now, or of a second round."""
+    def add_round(
+        self, schedule: LaunchSchedule[Any], agreement: Agreement | None = None, weight: float | None = None
+    ) -> None:
+        """Make ``schedule`` the current one: that of the plan, which was agreed on now, or of a second round."""
         if self.schedule is None:
             self.enter(Phase.LAUNCHING)
+            self.agreement, self.weight = agreement, weight
         self.schedule = schedule
         self.rounds.append(schedule)
         self.recorder.rounds.append(schedule.record)
 
-    def forget_rounds(self) -> None:
-        """Let go of the schedules, which hold the backward that holds them."""
-        self.schedule = None
-        self.rounds = []
+    def add_late(self, gradients: Mapping[int, Tensor]) -> None:
+        """These arrived after their bucket was launched: they wait for the second round."""
+        self.late.update(gradients)
 
-    def end(self) -> None:
+    def take_late(self, index: int) -> Tensor | None:
+        """Hand over the late gradient of a parameter to the bucket that sends it."""
+        return self.late.pop(index, None)
+
+    def take_buffers(self) -> dict[str, Tensor]:
+        """Hand over the buffers, as a broadcast looks at who refers to them."""
+        buffers, self.buffers = self.buffers, {}
+        return buffers
+
+    def release(self) -> None:
+        """Let go of the schedules, which hold the backward that holds them, and of gradients that were put back."""
+        self.schedule, self.rounds, self.late = None, [], {}
+
+    def end(self, averaged: bytes = b"") -> None:
         """The synchronization is complete."""
         self.enter(Phase.OVER)
-        self.schedule, self.rounds = None, []
+        self.schedule, self.rounds, self.averaged = None, [], averaged
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
         if EventLog.current is not None:
             EventLog.current.backwards.append(self.recorder)
@@ -168,7 +194,7 @@ class Backward:
         """The communication has failed; returns the name of the phase in which it failed, for messages."""
         phase = Phase.FINISHING if self.phase is Phase.OVER else self.phase
         self.enter(Phase.FAILED)
-        self.exchange = None
+        self.exchanges = ()
         return phase.name.lower()
 
 
@@ -270,20 +296,22 @@ class Synchronizer(ABC):
         """
 
     @abstractmethod
-    def start_negotiation(self, backward: Backward) -> None:
-        """Start to agree on which gradients exist, with connections that are open."""
+    def start_negotiation(self, backward: Backward) -> Collection[int]:
+        """Start to agree on which gradients exist, with connections that are open.
 
-    @abstractmethod
-    def is_agreed(self, backward: Backward) -> bool:
-        """Whether the result of :meth:`start_negotiation` has arrived."""
+        Returns the parameters at whose arrival the reducer launches the buckets that are ready.
+        """
 
     @abstractmethod
     def make_schedule(self, backward: Backward) -> LaunchSchedule[Any]:
         """Wait for the agreed mask, and make the schedule that launches its buckets."""
 
     @abstractmethod
-    def complete(self, backward: Backward) -> Steps:
-        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more."""
+    def complete(self, backward: Backward) -> ResultSteps[bytes]:
+        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more.
+
+        Returns one byte a parameter: whether its average is in ``.grad``.
+        """
 
     def give_back(self, backward: Backward) -> None:  # noqa: B027  # those in buffers stay there
         """This rank's backward has raised: put back what it had computed, without ending the communication."""
@@ -310,7 +338,7 @@ class Synchronizer(ABC):
             instead.append(groups.fail(error, phase))
 
         with ExitStack() as stack:  # the last comes first; all are called, also where an interrupt ends a wait
-            stack.callback(backward.forget_rounds)
+            stack.callback(backward.release)
             stack.callback(self.put_back, backward)
             for groups in reversed(self.groups):
                 stack.callback(end, groups)

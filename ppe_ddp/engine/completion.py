@@ -36,7 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from zlib import crc32
 
 import torch
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.errors import PeerAbortedError
 
+T = TypeVar("T")
 
 # A wrapper has the slot of its number, so that wrappers made one after another have different ones. Two of one slot
 # that this rank ends together, and another rank apart, are taken for apart.
@@ -338,6 +339,8 @@ def in_order(groups: Groups) -> tuple[int, str]:
 Steps = Generator[Probe | None, None, None]
 """Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
 time: the next step waits then."""
+ResultSteps = Generator[Probe | None, None, T]
+"""Steps that come to a result."""
 
 _NAP = 50e-6  # seconds: a thread of the transport, or another rank, may need this core
 _ENDING_SECONDS = 1.0

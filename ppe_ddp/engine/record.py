@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch.profiler import record_function
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.plan import Plan
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _MOST_SPANS = 400_000
 _MOST_BACKWARDS = 10_000
@@ -35,14 +36,14 @@ def span(name: str) -> AbstractContextManager[object]:
     return record_function(f"ppe_ddp.{name}")
 
 
-def in_ranges(name: str, steps: Generator[T, None, None]) -> Generator[T, None, None]:
+def in_ranges(name: str, steps: Generator[T, None, R]) -> Generator[T, None, R]:
     """The same steps, each marked as a range ``ppe_ddp.<name>``."""
     while True:
         with span(name):
             try:
                 pending = next(steps)
-            except StopIteration:
-                return
+            except StopIteration as end:
+                return cast("R", end.value)
         yield pending
 
 

@@ -16,7 +16,7 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -37,7 +37,7 @@ from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd,
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -284,7 +284,7 @@ class Reducer(Generic[C]):
         )
 
     def _launch_if_agreed(self, backward: Backward) -> None:
-        if self.synchronizer.is_agreed(backward):
+        if backward.is_agreed:
             with torch.no_grad():
                 self.synchronizer.make_schedule(backward).launch_ready()
 
@@ -325,19 +325,21 @@ class Reducer(Generic[C]):
             self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
-        backward = Backward(self._names, turn=self.shared.turn(), is_empty=not reached)
-        backward.alive = self._end_callback
+        turn, triggers = self.shared.turn(), cast("Collection[int]", ())
+        is_put_off = not self._overlap or self._sync_hooks or turn is not None or self.synchronizer.sends_nothing
+        expected = None if is_put_off or not reached else reached
+        backward = Backward(self._names, turn=turn, is_empty=not reached, alive=self._end_callback, expected=expected)
         callback.backward = self._backward = backward
-        is_put_off = self.synchronizer.must_renew() or self._sync_hooks or backward.turn is not None
-        if self._overlap and not (backward.is_empty or is_put_off or self.synchronizer.sends_nothing):
-            backward.expect(reached)
+        if self.synchronizer.must_renew():
+            backward.waiting = None
+        elif expected is not None:
             try:
-                self.synchronizer.start_negotiation(backward)
+                triggers = self.synchronizer.start_negotiation(backward)
             except RuntimeError as error:
                 if self.synchronizer.commits is None:
                     raise
                 self._fail(backward, error, waits=True)
-        self._arrivals.start_recording(reached, without=backward.launch_triggers)
+        self._arrivals.start_recording(reached, without=triggers)
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
@@ -397,7 +399,7 @@ class Reducer(Generic[C]):
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             steps = self.synchronizer.complete(backward)
-            yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
+            averaged = yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
         except (PeerAbortedError, NonFiniteGradientError) as error:
             if self.synchronizer.postpone(backward, error):
                 yield from self._start_negotiation(backward)
@@ -407,10 +409,10 @@ class Reducer(Generic[C]):
                 self.synchronizer.knows_of_failure = True
                 self._close(backward)
             raise
-        self._close(backward)
+        self._close(backward, averaged)
 
-    def _close(self, backward: Backward) -> None:
-        backward.end()
+    def _close(self, backward: Backward, averaged: bytes = b"") -> None:
+        backward.end(averaged)
         if backward.unexpected:
             self._arrivals.refresh(backward.unexpected)
         self._last = backward.recorder

@@ -47,14 +47,14 @@ from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Collection, Container, Sequence
 
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.backward import Backward
     from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.completion import ResultSteps, Steps
     from ppe_ddp.engine.failures import HookProgress
     from ppe_ddp.engine.gradients import GradientStreams
     from ppe_ddp.engine.groups import Groups
@@ -193,15 +193,14 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
 
-    def start_negotiation(self, backward: Backward) -> None:
+    def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
         if self._policy.check_finite:
             self._finite = FiniteCheck(self._module_state.names)
         if self.sends_nothing:
-            self._agree_alone(backward)
-            return
+            return ()
         if self.announce is not None and not backward.has_run_out:
             self.announce()
         reached, weights = backward.waiting or self._nothing, self.weights
@@ -221,48 +220,32 @@ class BucketSynchronizer(Synchronizer):
         if weights.is_weighed or backward.is_manual:
             said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
         with span("negotiate") if self.ranges else nullcontext():
-            if self._policy.broadcast_buffers is not None and self._module_state.has_buffers:
-                backward.buffers = self._module_state.buffers()
-            if backward.buffers:
-                is_writer = self._buffer_writes.of(backward.buffers)
-                backward.is_writer = [False] * len(is_writer) if backward.silent else is_writer
-            backward.exchange = self.negotiation.start(
+            sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
+            buffers = self._module_state.buffers() if sends_buffers else {}
+            is_writer = self._buffer_writes.of(buffers) if buffers else []
+            if backward.silent:
+                is_writer = [False] * len(is_writer)
+            exchange = self.negotiation.start(
                 local,
                 not backward.silent,
-                buffers=backward.buffers,
+                buffers=buffers,
                 said={
                     "apart": TOGETHER if backward.is_manual and backward.silent else apart,
-                    "writers": highest_digits(backward.is_writer, self._groups.rank) if backward.is_writer else b"",
+                    "writers": highest_digits(is_writer, self._groups.rank) if is_writer else b"",
                 },
                 own={"weights": said},
             )
-        backward.launch_triggers = self.negotiation.planner.launch_triggers
-        backward.recorder.asked_at = perf_counter_ns()
-        backward.enter(Phase.NEGOTIATING)
-
-    def _agree_alone(self, backward: Backward) -> None:
-        """One rank alone has nothing to agree on: its gradients are the averages."""
-        arrived = bytearray(self._nothing)
-        for i in backward.arrivals:
-            arrived[i] = 1
-        backward.averaged = backward.recorder.agreed = backward.recorder.local = bytes(arrived)
-        backward.recorder.agreed_at = perf_counter_ns()
-
-    def is_agreed(self, backward: Backward) -> bool:
-        """Whether the agreed mask has arrived."""
-        return backward.exchange is not None and backward.exchange.done()
+        backward.negotiate((exchange,), buffers, is_writer)
+        return self.negotiation.planner.launch_triggers
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
         """Wait for the agreed mask, and make the schedule that launches its buckets."""
-        assert backward.exchange is not None
-        recorder = backward.recorder
-        answer = self.negotiation.finish(backward.exchange, recorder.local)
-        recorder.control_nbytes += backward.exchange.nbytes
+        recorder, (exchange,) = backward.recorder, backward.exchanges
+        answer = self.negotiation.finish(exchange, recorder.local)
+        recorder.control_nbytes += exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
-        backward.agreement = answer
-        if answer.weights.strip(UNWEIGHTED_BYTES):
-            backward.weight = self.weights.factor(answer.weights)
+        weight = self.weights.factor(answer.weights) if answer.weights.strip(UNWEIGHTED_BYTES) else None
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
@@ -279,22 +262,21 @@ class BucketSynchronizer(Synchronizer):
                 gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
-            bucket.hold(gradients, views=views, weight=backward.weight)
+            bucket.hold(gradients, views=views, weight=weight)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
-        backward.add_round(schedule)
+        backward.add_round(schedule, answer, weight)
         return schedule
 
-    def complete(self, backward: Backward) -> Steps:
+    def complete(self, backward: Backward) -> ResultSteps[bytes]:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
             if self.commits is not None:
                 yield from self.commits()
-            self._complete_alone(backward)
-            return
-        if backward.schedule is None and backward.exchange is not None:
-            yield backward.exchange.done
+            return self._complete_alone(backward)
+        if backward.schedule is None:
+            yield backward.exchanges[0].done
         schedule = backward.schedule or self.make_schedule(backward)
         if backward.turn is not None:
             yield from backward.turn.wait()
@@ -312,10 +294,11 @@ class BucketSynchronizer(Synchronizer):
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             error = yield from self._finite.error(self.negotiation, self._groups, statuses)
             self._drop(backward, error)
-            return
-        backward.averaged = backward.recorder.agreed
+            return self._nothing
+        averaged = backward.recorder.agreed
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
+            averaged = bytes(map(or_, averaged, outcome.mask))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
         if backward.buffers:
@@ -328,18 +311,26 @@ class BucketSynchronizer(Synchronizer):
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-        self._hand_over(backward, outcome.users)
+        self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
+        return averaged
 
-    def _complete_alone(self, backward: Backward) -> None:
+    def _complete_alone(self, backward: Backward) -> bytes:
+        """One rank alone has nothing to agree on: its gradients are the averages."""
+        arrived = bytearray(self._nothing)
+        for i in backward.arrivals:
+            arrived[i] = 1
+        backward.recorder.agreed = backward.recorder.local = bytes(arrived)
+        backward.recorder.agreed_at = perf_counter_ns()
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
-            return
+            return self._nothing
         self._weigh_alone()
         if self.sharded_parameters is not None:
             present = self.gradients.take_present(range(len(self._module_state.parameters)))
             self.sharded_parameters.hand_over(list(present), list(present.values()))
+        return bytes(arrived)
 
     def _drop_gradients(self, but: Container[int] = ()) -> None:
         """Drop this rank's gradients, ``but`` those of parameters with these identities."""
@@ -358,7 +349,6 @@ class BucketSynchronizer(Synchronizer):
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
         """All ranks drop the step: its gradients are no numbers on one of them."""
-        backward.averaged = self._nothing
         self._groups.note(Activity.DONE)
         self.put_back(backward)
         if self._policy.check_finite != "skip":
@@ -369,7 +359,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
         """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
-        function, buffers = self._policy.broadcast_buffers, backward.buffers
+        function, buffers = self._policy.broadcast_buffers, backward.take_buffers()
         assert function is not None
         assert backward.agreement is not None
         sources = sources_of(buffers, backward.agreement.senders(writers))
@@ -377,7 +367,7 @@ class BucketSynchronizer(Synchronizer):
             past = [buffer.clone() for buffer in buffers.values()]
             yield from broadcasting(function, past, self._groups, sources=sources)
         else:
-            backward.buffers = buffers = {}
+            buffers = {}
             self._buffer_writes.release()
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
         self.note_buffers()
@@ -401,8 +391,7 @@ class BucketSynchronizer(Synchronizer):
         for schedule in backward.rounds:  # the gradients of the second came after those of the first
             self.gradients.put_back(schedule.put_back())
         self.gradients.put_back(backward.late.items())
-        backward.late = {}
-        backward.forget_rounds()
+        backward.release()
 
     def give_back(self, backward: Backward) -> None:
         """This rank's backward has raised: put what it had computed into ``.grad``; the others still get it."""
@@ -427,7 +416,7 @@ class BucketSynchronizer(Synchronizer):
         """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
         late, found, mask = backward.late, 0, bytearray(self._nothing)
         if backward.unexpected and not (backward.silent or self.weights.is_nothing):
-            late.update(self.gradients.take_present(backward.unexpected))
+            backward.add_late(self.gradients.take_present(backward.unexpected))
         for i in late:
             mask[i] = 1
         backward.recorder.vote_at = perf_counter_ns()
@@ -468,7 +457,7 @@ class BucketSynchronizer(Synchronizer):
             factors |= self._where_used.factors(users, agreement.weights)
         return factors
 
-    def _hand_over(self, backward: Backward, users: bytes) -> None:
+    def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
         """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
@@ -476,7 +465,7 @@ class BucketSynchronizer(Synchronizer):
         if self.weights.is_nothing and not backward.silent:
             self._drop_gradients(but=() if turn is None else turn.averaged)
         if turn is not None:
-            turn.averaged.update(compress(map(id, self._module_state.parameters), backward.averaged))
+            turn.averaged.update(compress(map(id, self._module_state.parameters), averaged))
         owner = self.sharded_parameters or self.gradients
         for schedule in backward.rounds:
             if backward.silent:
@@ -495,11 +484,10 @@ class BucketSynchronizer(Synchronizer):
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
-            bucket.hold([backward.late.pop(i, None) for i in bucket.expected], views=views, weight=backward.weight)
+            bucket.hold(list(map(backward.take_late, bucket.expected)), views=views, weight=backward.weight)
 
         plan = self.negotiation.planner.plan(agreed)
         second = self._schedule(plan, prepare, self._nothing, repair=True)
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
-        backward.averaged = bytes(map(or_, backward.averaged, agreed))

@@ -9,7 +9,7 @@ launched in one order that every rank has: no rank waits in one group for a rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -19,7 +19,7 @@ import torch
 
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import Completion, Steps
+from ppe_ddp.engine.completion import Completion, ResultSteps, Steps
 from ppe_ddp.engine.failures import aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
@@ -100,7 +100,6 @@ class BufferSynchronizer(Synchronizer):
         self.is_split = setup.groups.split_model
         self._failure: PpeDdpError | None = None
         self._error: Exception | None = None
-        self._exchanges: list[MaskExchange] = []
         self._pending_results: Completion | None = None
         self._unfinished: Backward | None = None
         self._holds_averages = False
@@ -196,7 +195,7 @@ class BufferSynchronizer(Synchronizer):
                         self._buckets[self.layout.bucket_of[i]].reopen()
         self.gradients.add(indices)
 
-    def start_negotiation(self, backward: Backward) -> None:
+    def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
         self.wait_for_results()
         if not backward.aborted:  # else it ends the step that has failed
@@ -211,19 +210,15 @@ class BufferSynchronizer(Synchronizer):
             self._finite = FiniteCheck(self._names)
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
-        self._exchanges = [group.negotiation.start(group.local(local), 0) for group in self.reduction_groups]
-        backward.launch_triggers = self.layout.launch_triggers
-        backward.recorder.asked_at = perf_counter_ns()
-        backward.enter(Phase.NEGOTIATING)
-
-    def is_agreed(self, backward: Backward) -> bool:
-        return all(exchange.done() for exchange in self._exchanges)
+        exchanges = [group.negotiation.start(group.local(local), 0) for group in self.reduction_groups]
+        backward.negotiate(exchanges, {}, ())
+        return self.layout.launch_triggers
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
         """Wait for the agreed masks, and make the schedule that launches their buckets."""
         recorder = backward.recorder
         present = bytearray(len(self._parameters))
-        for group, exchange in zip(self.reduction_groups, self._exchanges, strict=True):
+        for group, exchange in zip(self.reduction_groups, backward.exchanges, strict=True):
             answer = group.negotiation.finish(exchange, group.local(recorder.local))
             for i, here in zip(group.indices, answer.mask, strict=True):
                 present[i] = here
@@ -237,15 +232,16 @@ class BufferSynchronizer(Synchronizer):
         backward.add_round(schedule)
         return schedule
 
-    def complete(self, backward: Backward) -> Steps:
+    def complete(self, backward: Backward) -> ResultSteps[bytes]:
         """Launch the remaining buckets and start the vote; :meth:`wait_for_results` does the rest."""
         if backward.schedule is None:
-            for exchange in self._exchanges:
+            for exchange in backward.exchanges:
                 yield exchange.done
         schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
-        backward.late = late = self.gradients.take(backward.unexpected)
+        late = self.gradients.take(backward.unexpected)
+        backward.add_late(late)
         if self._finite is not None:
             self._finite.look(late.keys(), late.values())
         found = 0 if self._finite is None else self._finite.status
@@ -263,7 +259,7 @@ class BufferSynchronizer(Synchronizer):
         self.is_sent = True
         self._unfinished = backward
         self.gradients.is_dirty = False
-        backward.averaged = bytes(len(self._parameters))  # no hook of the user's may step yet
+        return bytes(len(self._parameters))  # no hook of the user's may step yet
 
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
@@ -309,11 +305,9 @@ class BufferSynchronizer(Synchronizer):
             group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
-        self._exchanges = []
         self.gradients.add(range(len(self._parameters)))  # those that have arrived since the last launch
         self.gradients.put_back(backward.late)
-        backward.late = {}
-        backward.forget_rounds()
+        backward.release()
 
     # ------------------------------------------------------------------ afterwards
 

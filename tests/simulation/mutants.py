@@ -76,7 +76,7 @@ MUTANTS = [
         # what exists
         ("a late gradient is not voted for", SYNC, "_vote", "mask[i] = 1", "mask[i] = 0"),
         ("what is in .grad already is not negotiated", gradients.Gradients, "existing", "mask[i] = 1", "pass"),
-        ("a gradient that nobody expected is left out", SYNC, "_vote", "late.update(", "bool("),
+        ("a gradient that nobody expected is left out", SYNC, "_vote", "backward.add_late(", "bool("),
         ("an unexpected arrival is not noted", REDUCER, "_count_arrived", "backward.unexpected.append(i)", "pass"),
         ("a second arrival counts as the first", REDUCER, "_count_arrived", "waiting[i] -= 1", "pass"),
         ("a second round is never made", SYNC, "complete", "if any(outcome.mask):", "if False:"),
@@ -177,7 +177,7 @@ MUTANTS = [
             SYNC,
             "complete",
             "yield from schedule.finish()\n",
-            "yield from schedule.finish(); self._hand_over(backward, b'')\n",
+            "yield from schedule.finish(); self._hand_over(backward, backward.recorder.agreed, b'')\n",
         ),
         (
             "averages of a bucket go to its neighbour",
