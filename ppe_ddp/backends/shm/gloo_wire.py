@@ -208,8 +208,9 @@ class _Closings:
 
     def _end(self) -> None:
         self._is_exit.set()
-        for thread in self._threads:
-            thread.join(_AT_EXIT_SECONDS)
+        with suppress(KeyboardInterrupt):  # another Ctrl-C: this process is ending by the first one
+            for thread in self._threads:
+                thread.join(_AT_EXIT_SECONDS)
 
 
 _closings = each_process(_Closings)
