@@ -382,7 +382,9 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
-                self.synchronizer.weights.remember()
+                # Where nothing has looked at what is in .grad, the user may have dropped what was weighed before.
+                if not backward.silent and (backward.has_said or not backward.is_manual):
+                    self.synchronizer.weights.remember()
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
