@@ -510,6 +510,7 @@ class Reducer(Generic[C]):
             self._forget_failed()
             if self._started is not None and self._started.is_done:  # with its averages, as on the others
                 self._started = None
+                self.synchronizer.knows_of_failure = True  # one that calls this again gives nothing else up
                 return
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return
