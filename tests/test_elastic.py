@@ -157,6 +157,11 @@ def test_one_alone_does_not_commit_what_it_leaves_out(lone):
             ppe_ddp.weigh(model(torch.ones(4, 8)).sum() * math.nan, weight).backward()
         assert model.module.weight.grad is None
         assert training.committed == committed
+    output = model(torch.ones(4, 8))
+    output.register_hook(elastic_program.fail)
+    with pytest.raises(ArithmeticError), training.step():
+        output.sum().backward()
+    assert training.committed == 1
 
 
 def test_a_store_that_is_silent_is_not_waited_for(monkeypatch):
