@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -146,6 +147,21 @@ def test_one_alone(lone):
         optimizer.step()
     assert training.committed == 5
     assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+def test_one_alone_does_not_commit_what_it_leaves_out(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1), check_for_nan_in_grad="skip")
+    training = elastic.ElasticTraining(lone, {"model": model})
+    for weight, committed in ((1, 0), (0, 1)):  # a loss that stands for nothing may be NaN
+        with training.step():
+            ppe_ddp.weigh(model(torch.ones(4, 8)).sum() * math.nan, weight).backward()
+        assert model.module.weight.grad is None
+        assert training.committed == committed
+    output = model(torch.ones(4, 8))
+    output.register_hook(elastic_program.fail)
+    with pytest.raises(ArithmeticError), training.step():
+        output.sum().backward()
+    assert training.committed == 1
 
 
 def test_a_store_that_is_silent_is_not_waited_for(monkeypatch):

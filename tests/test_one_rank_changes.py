@@ -337,3 +337,22 @@ def test_one_rank_loads_a_state_of_the_compressor():
         wrapper.load_comm_state_dict({**state, "steps": state["steps"] + 1})
     with pytest.raises(DisagreementError, match=r"rank 1 has a state of the compressor.* 1 steps ahead"):
         step(wrapper, dist.get_rank(), 3)
+
+
+@on_two_ranks
+def test_an_optimizer_in_a_hook_updates_what_one_rank_alone_has_frozen():
+    module, rank = seeded(nn.Linear, 4, 2), dist.get_rank()
+
+    def step(parameter):
+        parameter.data -= 0.1 * parameter.grad
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    wrapper = DistributedDataParallel(module)
+    for is_frozen in (False, True, True, False):
+        module.weight.requires_grad_(rank > 0 or not is_frozen)
+        wrapper.zero_grad()
+        before = module.weight.detach().clone()
+        wrapper(data(5, 4, rank=rank)).sum().backward()
+        torch.testing.assert_close(module.weight.detach(), before - 0.1 * module.weight.grad)
+    wrapper.check_in_sync()

@@ -152,6 +152,27 @@ def test_what_was_dropped_does_not_count():
             del kept
 
 
+@on_two_ranks
+def test_what_was_dropped_does_not_count_where_the_next_step_fails_before_the_ranks_are_connected_again():
+    """A rank has no backward in that step, so that it is not asked what its gradients stand for."""
+    module = seeded(mlp, 4, 5, 2)
+    want = expected(module, [3, 5])
+    wrapper = DistributedDataParallel(module)
+    rank = dist.get_rank()
+
+    def failing():
+        output = wrapper(data(4, 4))
+        output.register_hook(lambda gradient: gradient if rank else 1 / 0)
+        weigh(output.mean(), 1000).backward()
+
+    for step in (failing, wrapper.finish_grad_sync if rank else failing):
+        with pytest.raises(PeerAbortedError if rank else ZeroDivisionError):
+            step()
+        wrapper.zero_grad()
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, want)
+
+
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-6}, {"overlap": False}])
 @on_two_ranks
 def test_a_rank_without_samples_takes_the_averages_of_what_wrappers_share(options):

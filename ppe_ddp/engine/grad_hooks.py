@@ -310,9 +310,11 @@ class UserGradHooks:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             tables = [post_accumulate_hooks(parameter) for parameter in parameters]
+            is_frozen = [not parameter.requires_grad for parameter in parameters]
         # One without a table needs no gradient: where that changes, the module is looked at anew.
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
-        self._just_tables = [table for _, _, table in self._tables]
+        self._just_tables = [table for i, _, table in self._tables if not is_frozen[i]]
+        self._frozen_tables = [table for i, _, table in self._tables if is_frozen[i]]  # which have no hook of ours
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -324,10 +326,8 @@ class UserGradHooks:
     def defer(self) -> None:
         """Defer also the hooks that were registered since the last call."""
         self._hooked.clear()
-        has_others = max(map(len, self._just_tables), default=0) > 1  # than ours
+        has_others = max(map(len, self._just_tables), default=0) > 1 or any(self._frozen_tables)  # than ours
         for i, parameter, table in self._tables if has_others else ():
-            if len(table) < 2:
-                continue
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
                 self._hooked.append((i, parameter))

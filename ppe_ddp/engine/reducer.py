@@ -382,7 +382,9 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
-                self.synchronizer.weights.remember()
+                # Where nothing has looked at what is in .grad, the user may have dropped what was weighed before.
+                if not backward.silent and (backward.has_said or not backward.is_manual):
+                    self.synchronizer.weights.remember()
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
@@ -508,6 +510,7 @@ class Reducer(Generic[C]):
             self._forget_failed()
             if self._started is not None and self._started.is_done:  # with its averages, as on the others
                 self._started = None
+                self.synchronizer.knows_of_failure = True  # one that calls this again gives nothing else up
                 return
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return

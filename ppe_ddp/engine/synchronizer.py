@@ -219,6 +219,7 @@ class BucketSynchronizer(Synchronizer):
         said = SAID[has_gradients]
         if weights.is_weighed or backward.is_manual:
             said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
+            backward.has_said = True
         with span("negotiate") if self.ranges else nullcontext():
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
@@ -272,9 +273,7 @@ class BucketSynchronizer(Synchronizer):
     def complete(self, backward: Backward) -> ResultSteps[bytes]:
         """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
         if self.sends_nothing:
-            if self.commits is not None:
-                yield from self.commits()
-            return self._complete_alone(backward)
+            return (yield from self._complete_alone(backward))
         if backward.schedule is None:
             yield backward.exchanges[0].done
         schedule = backward.schedule or self.make_schedule(backward)
@@ -316,16 +315,22 @@ class BucketSynchronizer(Synchronizer):
         self.times.end_step()
         return averaged
 
-    def _complete_alone(self, backward: Backward) -> bytes:
+    def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """One rank alone has nothing to agree on: its gradients are the averages."""
         arrived = bytearray(self._nothing)
         for i in backward.arrivals:
             arrived[i] = 1
         backward.recorder.agreed = backward.recorder.local = bytes(arrived)
         backward.recorder.agreed_at = perf_counter_ns()
+        if backward.silent:  # its backward has raised, and nobody waits for it
+            return self._nothing
+        if self.weights.is_nothing:  # whatever its loss is
+            self._drop_gradients()
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
             return self._nothing
+        if self.commits is not None:
+            yield from self.commits()
         self._weigh_alone()
         if self.sharded_parameters is not None:
             present = self.gradients.take_present(range(len(self._module_state.parameters)))
@@ -339,9 +344,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _weigh_alone(self) -> None:
         weights = self.weights
-        if weights.is_nothing:
-            self._drop_gradients()
-        elif weights.is_weighed:
+        if weights.is_weighed and not weights.is_nothing:
             for parameter in self._module_state.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(weights.factor_alone)
