@@ -109,7 +109,6 @@ class Backward:
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
         # The synchronizer tells these.
         self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group
-        self.has_said = False  # whether a mask has told what gradients stand for that no backward brings (weighing.py)
         self.agreement: Agreement | None = None  # what came of the exchange
         self.weight: float | None = None  # what gradients are multiplied by before averaging; None: no rank weighs
         # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.

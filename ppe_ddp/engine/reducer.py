@@ -382,8 +382,8 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
-                # Where nothing has looked at what is in .grad, the user may have dropped what was weighed before.
-                if not backward.silent and (backward.has_said or not backward.is_manual):
+                # Before a mask has told of what is in .grad, the user may have dropped what was weighed before.
+                if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
                     self.synchronizer.weights.remember()
             raise
 

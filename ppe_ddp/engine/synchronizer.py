@@ -219,7 +219,6 @@ class BucketSynchronizer(Synchronizer):
         said = SAID[has_gradients]
         if weights.is_weighed or backward.is_manual:
             said = weights.field(silent=backward.silent, has_gradients=has_gradients, is_manual=backward.is_manual)
-            backward.has_said = True
         with span("negotiate") if self.ranges else nullcontext():
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
