@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= dev,docs,examples,mpi
 ARGS ?=
 # Files of tests that run side by side; 0 for one after another, as a debugger wants it.
-WORKERS ?= 2
+WORKERS ?= 3
 # How long to look for leaks, half of it over each backend.
 MINUTES ?= 10
 # torch for CUDA, and the CuPy that goes with it. On PyPI torch is for CUDA 13 from 2.11 on, and before for CUDA 12; from
@@ -47,8 +47,8 @@ test: setup ## Run the tests (ARGS="-k launch" for some of them)
 # How long the simulation runs histories that nobody has seen.
 SEED_SECONDS ?= 150
 
-seeds: setup ## Run fresh seeds of the simulation, on both cores (SEED_SECONDS=150)
-	@$(RUN) -m tests.simulation --seconds $(SEED_SECONDS) --jobs $(WORKERS)
+seeds: setup ## Run fresh seeds of the simulation, on all cores (SEED_SECONDS=150)
+	@$(RUN) -m tests.simulation --seconds $(SEED_SECONDS) --jobs $$(nproc)
 
 test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 	@$(RUN) -m pytest -m nodes --long -rs $(ARGS)
