@@ -88,7 +88,7 @@ NODES_SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
 import ppe_ddp
-from ppe_ddp.backends.shm import ShmOptions, gloo_wire
+from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.testing import Nodes
 
 how, culprit = sys.argv[1], int(sys.argv[2])

@@ -104,7 +104,8 @@ class MaskExchanger:
         self.capacity = 128  # bytes of the next message
         self._allocate = allocator(groups.control)
         # The backend shm does the same by itself. Few ranks share cores, on which each round of gloo's ring waits.
-        self._direct_bytes = ShmOptions().for_control().direct_up_to(groups.world_size)
+        is_direct = groups.world_size > 1 and is_over_gloo(groups.control)
+        self._direct_bytes = ShmOptions().for_control().direct_up_to(groups.world_size) if is_direct else 0
         self.idle: list[Tensor] = []  # messages whose results were read
 
     def send(self, content: bytearray) -> tuple[Tensor, dist.Work | CommunicationError | None]:
@@ -116,7 +117,7 @@ class MaskExchanger:
         Gives the message, 1-D, or a row from each rank; and its Work, or why it could not be started; None where one
         rank is alone.
         """
-        if 0 < len(content) <= self._direct_bytes and self.groups.world_size > 1 and is_over_gloo(self.groups.control):
+        if 0 < len(content) <= self._direct_bytes:
             sent = torch.frombuffer(content, dtype=torch.uint8).repeat(self.groups.world_size)
             rows = torch.empty_like(sent)
             direct: dist.Work = dist.all_to_all_single(rows, sent, group=self.groups.control, async_op=True)

@@ -16,7 +16,7 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
 
 import torch
 
@@ -325,7 +325,8 @@ class Reducer(Generic[C]):
             self._arrivals.check(self.groups.rank)
         # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
         # their own; the first arrival in one begins it anew.
-        turn, triggers = self.shared.turn(), cast("Collection[int]", ())
+        turn = self.shared.turn()
+        triggers: Collection[int] = ()
         is_put_off = not self._overlap or self._sync_hooks or turn is not None or self.synchronizer.sends_nothing
         expected = None if is_put_off or not reached else reached
         backward = Backward(self._names, turn=turn, is_empty=not reached, alive=self._end_callback, expected=expected)
