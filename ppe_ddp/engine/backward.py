@@ -250,13 +250,7 @@ class Synchronizer(ABC):
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
     def must_renew(self) -> bool:
-        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively.
-
-        Waits first for parameters in flight that may tell of a failure, if this rank could not be told of it elsewhere:
-        of several groups a rank that has failed connects those again that it has closed, before it sends in the others.
-        """
-        if self.groups[1:]:
-            self._finish_gathers()
+        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
         return any(map(_IS_CLOSED, self.groups))
 
     def _finish_gathers(self) -> None:

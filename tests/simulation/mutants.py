@@ -19,7 +19,8 @@ from unittest import mock
 from ppe_ddp import joining
 from ppe_ddp.backends import rank_store
 from ppe_ddp.compression import comm_state
-from ppe_ddp.engine import backward, bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
+from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
+from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -339,7 +340,7 @@ MUTANTS = [
             "has_told = self._model.groups.parent, is_awaited",
             "has_told = self._model.groups.parent, True",
         ),
-        ("split: gathers stay in flight", backward.Synchronizer, "must_renew", "self.groups[1:]", "()"),
+        ("split: an optimizer fails in one group alone", ParameterGather, "_fail_in", "user is not None", "False"),
         ("split: experts are clipped apart", COPIES, "agreeing", "self._parallel.tells_all", "self.is_split"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
         (
