@@ -46,6 +46,7 @@ class Kind(enum.Enum):
     SCALAR = enum.auto()  # a parameter without dimensions
     EMBEDDING = enum.auto()  # adds the choice's row of a table whose gradient is sparse
     TRANSPOSED = enum.auto()  # a linear map whose weight is not row-major
+    WITHHELD = enum.auto()  # a linear map whose function gives its weight a gradient, or None
 
     def __repr__(self) -> str:
         return f"Kind.{self.name}"
@@ -155,6 +156,11 @@ class Recipe:
         """Whether backward may start another one inside, which rules out ``autograd.grad`` and ``inputs=``."""
         return any(layer.kind is Kind.REENTRANT for layer in self.layers)
 
+    @property
+    def withheld(self) -> frozenset[str]:
+        """The names of the weights of which autograd may go through the function and give no gradient."""
+        return frozenset(f"layers.{k}.maps.0.weight" for k, one in enumerate(self.layers) if one.kind is Kind.WITHHELD)
+
     def build(self, device: torch.device | str = "cpu") -> RandomModule:
         """The module; the same parameters and buffers at every call, and on every rank."""
         module = RandomModule(self)
@@ -196,10 +202,23 @@ class _Affine(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=trains)
         self.bias = nn.Parameter(torch.zeros(width, dtype=layer.dtype), requires_grad=trains)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map (rows, width) to (rows, width)."""
-        result = hidden.to(self.weight.dtype) @ self.weight + self.bias
+    def forward(self, hidden: Tensor, *, gives: bool = True) -> Tensor:
+        """Map (rows, width) to (rows, width); the weight's gradient is None unless it ``gives`` one."""
+        weight = self.weight if gives else _Withheld.apply(self.weight)
+        result = hidden.to(weight.dtype) @ weight + self.bias
         return torch.tanh(_real(result).float())
+
+
+class _Withheld(torch.autograd.Function):
+    """What gives no gradient, though autograd goes through it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -244,6 +263,8 @@ class _RandomLayer(nn.Module):
             found: Tensor = self.maps[0](rows)
             return hidden + found.float()
         affine = self.maps[choice % len(self.maps)]
+        if kind is Kind.WITHHELD:
+            return affine(hidden, gives=bool(choice % 2))  # type: ignore[no-any-return]
         if kind in (Kind.CHECKPOINTED, Kind.REENTRANT):
             # A reentrant checkpoint whose input needs no gradient computes none at all.
             hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()

@@ -254,7 +254,7 @@ class Collectives:
     def _gathered(self, result: Tensor, host: Tensor) -> InFlight:
         if 0 < host.nbytes <= self._direct_bytes:
             counts = [host.nbytes] * self.size
-            return self._wire.all_to_all(as_bytes(result), as_bytes(host).repeat(self.size), counts, counts)
+            return self._wire.all_to_all(as_bytes(result), torch.cat([as_bytes(host)] * self.size), counts, counts)
         host = host.clone() if overlap(host, result) else host
         return self._wire.all_gather(result, host)
 

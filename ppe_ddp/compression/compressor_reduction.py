@@ -39,6 +39,8 @@ _LAYOUTS = 256  # that are kept
 class CompressorReduction(Reduction):
     """Calls a compressor, with what is remembered of each parameter in ``state``."""
 
+    sends_kept = True
+
     def __init__(self, compressor: Compressor, state: CommState, groups: Groups) -> None:
         super().__init__(groups)
         self.compressor = compressor

@@ -18,7 +18,7 @@ from ppe_ddp.torch_internals import uncompiled_hook
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -113,6 +113,7 @@ class Backward:
         self.weight: float | None = None  # what gradients are multiplied by before averaging; None: no rank weighs
         # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         self.late: dict[int, Tensor] = {}
+        self.lacking: set[int] = set()  # parameters whose gradient was announced here, and is not there
         self.is_writer: Sequence[bool] = ()  # whether this rank has written buffers of each submodule that has any
         self.buffers: dict[str, Tensor] = {}  # by name, as all ranks agree on them; empty if they are not broadcast
 
@@ -168,6 +169,10 @@ class Backward:
     def add_late(self, gradients: Mapping[int, Tensor]) -> None:
         """These arrived after their bucket was launched: they wait for the second round."""
         self.late.update(gradients)
+
+    def lack(self, indices: Iterable[int]) -> None:
+        """There are no gradients of these: the function that would give one that was announced has given None."""
+        self.lacking.update(i for i in indices if self.recorder.local[i])
 
     def take_late(self, index: int) -> Tensor | None:
         """Hand over the late gradient of a parameter to the bucket that sends it."""

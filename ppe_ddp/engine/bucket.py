@@ -35,7 +35,7 @@ from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import EXISTS, is_future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -571,19 +571,25 @@ class LaunchSchedule(Generic[B]):
         return {i for i, gradient in pairs if gradient is not None}
 
     def hand_over(
-        self, take: Callable[[Sequence[int], list[Tensor]], None], factors: Mapping[int, float] | None = None
+        self,
+        take: Callable[[Sequence[int], list[Tensor]], None],
+        factors: Mapping[int, float] | None = None,
+        but: Collection[int] = (),
     ) -> None:
         """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more.
 
-        Averages are multiplied by ``factors`` before, by parameter index.
+        Averages are multiplied by ``factors`` before, by parameter index; those of ``but`` are left out.
         """
         for bucket in self.buckets:
-            averages = bucket.averages()
+            averages, expected = bucket.averages(), bucket.expected
             averages = averages if bucket.is_exact else bucket.expected_of(averages)
+            if but:
+                averages = [average for i, average in zip(expected, averages, strict=True) if i not in but]
+                expected = tuple(i for i in expected if i not in but)
             if factors:
-                for i, average in zip(bucket.expected, averages, strict=True):
+                for i, average in zip(expected, averages, strict=True):
                     scale(average, average, factors.get(i, 1.0))
-            take(bucket.expected, averages)
+            take(expected, averages)
         self.release()
 
     def give_back(self) -> Iterator[tuple[int, Tensor]]:

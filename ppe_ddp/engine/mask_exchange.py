@@ -16,6 +16,7 @@ Each field is written so that the maximum over the ranks tells all of them:
     users      bits a rank                                               the gradients it had, of some (weighing.py)
     times      2 a rank                                                  how long its step took (stragglers.py)
     parameters 24                                                        digest of some parameters (replicas.py)
+    missing    1                                                         whether a gradient it announced has not come
     learned    32             digest of what this rank has learned: where one has another, all begin anew
 
 A field that is added is given to ``Negotiation.start()``, and comes out of ``Negotiation.finish()``. Its length may
@@ -118,7 +119,7 @@ class MaskExchanger:
         rank is alone.
         """
         if 0 < len(content) <= self._direct_bytes:
-            sent = torch.frombuffer(content, dtype=torch.uint8).repeat(self.groups.world_size)
+            sent = torch.frombuffer(content * self.groups.world_size, dtype=torch.uint8)
             rows = torch.empty_like(sent)
             direct: dist.Work = dist.all_to_all_single(rows, sent, group=self.groups.control, async_op=True)
             return rows.view(self.groups.world_size, -1), direct

@@ -33,12 +33,12 @@ from ppe_ddp.engine.plan import Planner, fingerprint
 from ppe_ddp.errors import DisagreementError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from ppe_ddp.engine.completion import Steps
+    from ppe_ddp.engine.completion import ResultSteps, Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import NodeMasks, Packing
@@ -160,6 +160,7 @@ class Agreement(NamedTuple):
     users: bytes = b""  # of a vote: which ranks had the gradients that are averaged where they are used
     times: bytes = b""  # of a vote: how long each rank took for the step
     parameters: bytes = b""  # of a vote: whether all have the same of some parameters
+    missing: bytes = b""  # of a vote: whether a gradient that some rank has announced has not come there
 
     def senders(self, second: bytes) -> list[int]:
         """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
@@ -341,6 +342,15 @@ class Negotiation:
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
             mask, nodes = self.node_masks.read(mask, fields.pop("nodes"), sizes)
         return Agreement(mask, nodes=nodes, **fields)
+
+    def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:
+        """One byte a parameter: whether any rank has ``held`` its gradient in this step. All ranks call it together."""
+        mask = allocator(self._groups.control)(len(self._module_state.specs), torch.uint8, torch.device("cpu")).zero_()
+        mask[list(held)] = 1
+        work = dist.all_reduce(mask, dist.ReduceOp.MAX, group=self._groups.control, async_op=True)
+        yield probe(work)
+        self._groups.failures.wait(work, mask.device)
+        return bytes(mask.tolist())
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
         """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""

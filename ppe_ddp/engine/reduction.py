@@ -46,6 +46,7 @@ class Reduction(ABC):
         is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
         is_plain_average: Whether nothing is called: buckets go by :meth:`start_average` and :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
+        sends_kept: Whether an average may hold what was kept of earlier steps.
         may_launch: Tells whether the next bucket can be launched without waiting for those ahead of it; None where it
             always can.
         agreed: What of it has to be the same on all ranks; empty for a function, which may be another object on each.
@@ -58,6 +59,7 @@ class Reduction(ABC):
     turns: frozenset[str] = frozenset()
     is_plain_average = False
     sends_nothing = False
+    sends_kept = False
     may_launch: Probe | None = None
     agreed = ""
 

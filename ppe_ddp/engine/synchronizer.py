@@ -16,7 +16,7 @@ import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
-from operator import or_
+from operator import and_, or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Literal
 
@@ -258,6 +258,8 @@ class BucketSynchronizer(Synchronizer):
             # What has come unannounced is no part of a bucket that another node sends: it waits for the second round.
             is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
             gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
+            if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
+                backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
             if self.weights.is_nothing:
                 gradients = nothing
             if self._finite is not None:
@@ -297,6 +299,11 @@ class BucketSynchronizer(Synchronizer):
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
             averaged = bytes(map(or_, averaged, outcome.mask))
+        withheld: Collection[int] = ()
+        if any(outcome.missing) and not any(statuses):
+            held = yield from self.negotiation.agree_held(self._held(backward))
+            withheld = {i for i, is_averaged in enumerate(averaged) if is_averaged and not held[i]}
+            averaged = bytes(map(and_, averaged, held))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
         if backward.buffers:
@@ -309,7 +316,7 @@ class BucketSynchronizer(Synchronizer):
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-        self._hand_over(backward, averaged, outcome.users)
+        self._hand_over(backward, averaged, outcome.users, withheld)
         self._groups.note(Activity.DONE)
         self.times.end_step()
         return averaged
@@ -433,13 +440,13 @@ class BucketSynchronizer(Synchronizer):
         if drift is not None and self._groups.step % drift.every == 0:
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
-            users = self._where_used.field(backward.schedule.held | backward.late.keys())
+            users = self._where_used.field(self._held(backward))
         # What comes late depends on time, also where all ranks have the same gradients.
         vote = self.negotiation.start(
             mask,
             status,
             is_vote=True,
-            said={"writers": writers, "parameters": said},
+            said={"writers": writers, "parameters": said, "missing": bytes([not backward.lacking <= late.keys()])},
             own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
         if said is not NOT_DUE and drift is not None:
@@ -447,6 +454,10 @@ class BucketSynchronizer(Synchronizer):
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
+
+    def _held(self, backward: Backward) -> set[int]:
+        """The parameters of which this rank has given a gradient in this step."""
+        return set(backward.late).union(*(schedule.held for schedule in backward.rounds))
 
     def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
         """What the averages over all ranks are multiplied by, by parameter index."""
@@ -459,8 +470,11 @@ class BucketSynchronizer(Synchronizer):
             factors |= self._where_used.factors(users, agreement.weights)
         return factors
 
-    def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
-        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
+    def _hand_over(self, backward: Backward, averaged: bytes, users: bytes, withheld: Collection[int] = ()) -> None:
+        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added.
+
+        Not those of ``withheld`` gradients, which no rank has had.
+        """
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
@@ -473,7 +487,7 @@ class BucketSynchronizer(Synchronizer):
             if backward.silent:
                 schedule.release()
             else:
-                schedule.hand_over(owner.hand_over, factors)
+                schedule.hand_over(owner.hand_over, factors, withheld)
         if self.weights.is_weighed and not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()

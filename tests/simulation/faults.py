@@ -172,7 +172,7 @@ class Faults:
         """Let what ``models`` compute as ``rank`` in a step be NaN where that is planned; what to remove at its end."""
         models.is_poisoned = self.poisons(rank, number)
         numbers = self._numbers(rank, number, Where.NAN_GRADIENT)
-        return _hooked(models, numbers, lambda gradient: gradient * float("nan"))
+        return _hooked(models, numbers, lambda gradient: None if gradient is None else gradient * float("nan"))
 
     def _numbers(self, rank, number, where):
         return [one.number for one in self._planned if (one.rank, one.step, one.where) == (rank, number, where)]

@@ -261,7 +261,7 @@ class Oracle:
         program = self.program
         several = len(program.recipes) > 1
         # Where a gradient comes in two parts, a rank that is told between them has one of them.
-        is_clear = not (self.is_torn or program.ties or any(word in place for word in SEVERAL))
+        is_clear = not (self.is_torn or program.adds_parts or any(word in place for word in SEVERAL))
         is_single = any(place.endswith(kind) for kind in _SINGLE)
         gone_on = {rank for rank, result in there.items() if result.error is None}
         for rank, result in there.items():

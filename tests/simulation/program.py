@@ -153,6 +153,11 @@ class Program:
         return any(layer.kind is Kind.EMBEDDING for one in self.recipes for layer in one.layers)
 
     @property
+    def adds_parts(self):
+        """Whether a gradient may come in two parts, each from a backward inside: a rank may fail between them."""
+        return self.ties or (self.shares == "all" and any(one.is_reentrant for one in self.recipes))
+
+    @property
     def lingers(self):
         """Whether a rank that has raised begins nothing before all others have ended the step."""
         return not (self.counts or self.dying) and Random(f"lingers {self.seed}").random() < 0.5

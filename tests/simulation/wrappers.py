@@ -177,12 +177,13 @@ class Wrappers(Models):
         faults.at(Where.LOSS)
         return outputs
 
-    def _arrive(self, name, _gradient):
-        """A gradient has taken its time: what is under way arrives meanwhile."""
+    def _arrive(self, name, gradient):
+        """A gradient has taken its time: what is under way arrives meanwhile. None is no gradient."""
         scheduler = Scheduler.current
         if scheduler.draw.random() < _PAUSES:
             scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
-        self.computed.add(name)
+        if gradient is not None:
+            self.computed.add(name)
 
     def zero_grad(self, set_to_none=True):
         if self.wrapping.is_megatron:
