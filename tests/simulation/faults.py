@@ -82,7 +82,7 @@ class Fault:
         dies = draw.random() < 0.2
         kinds = RAISING
         if not dies:
-            kinds = (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN, Where.NAN_GRADIENT] * 2 * with_nan)
+            kinds = (*RAISING, Where.SLOW, Where.INTERRUPT, *[Where.NAN, *[Where.NAN_GRADIENT] * 2] * 3 * with_nan)
         faults = [
             cls(draw.randrange(world_size), draw.randrange(steps), draw.choice(kinds), draw.randrange(200))
             for _ in range(draw.choice([1, 1, 2, 3]) - dies)

@@ -7,6 +7,7 @@ are made in the order of the ranks, so that they are the same bits as in one pro
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.backends.work import Waits
 from ppe_ddp.errors import CommunicationError
 
 from .scheduler import Scheduler
@@ -70,6 +71,7 @@ class _Channel:
         self.ended = [0] * size  # how many have ended on each
         self.job_ranks = {}  # by rank, of those that have come
         self.closed = set()
+        self.cut = set()  # ranks that have given their connections up: what they had sent may be lost
         self.dead = set()
         self._delivering = set()  # ranks for which a delivery is under way
 
@@ -88,7 +90,7 @@ class _Channel:
         return part
 
     def close(self, rank, *, dies=False):
-        """``rank`` begins nothing any more; what all have begun still arrives, unless it dies."""
+        """``rank`` begins nothing any more; what all have begun still arrives, unless it dies or gives up."""
         (self.dead if dies else self.closed).add(rank)
         if rank in self.closed:
             for number in range(self.ended[rank], self.begun[rank]):
@@ -140,8 +142,9 @@ class _Channel:
             gone = self._missing(call, rank)
             self.ended[rank] += 1
             scheduler.log.append((scheduler.now, rank, ("arrives", self.name, number, call.kind, *gone)))
-            if gone or (self.dead and scheduler.draw.random() < 0.5):
-                part.end(f"connection closed by peer {sorted(gone or self.dead)}")
+            lossy = self.dead if Network.current.is_silent else self.dead | (self.cut - {rank})
+            if gone or (lossy and scheduler.draw.random() < 0.5):
+                part.end(f"connection closed by peer {sorted(gone or lossy)}")
             else:
                 with torch.no_grad():
                     _finish(call, rank, part.output)
@@ -176,12 +179,14 @@ class Network:
 
     Args:
         is_silent: Whether nobody sees that another rank, which lives, has closed its connections.
+        is_mute: Whether a group does not tell the others that it was given up, nor look for dead ranks, as torch's over
+            gloo: what the engine sees by itself has to do.
     """
 
     current = None
 
-    def __init__(self, is_silent):
-        self.channels, self.is_silent = {}, is_silent
+    def __init__(self, is_silent, is_mute):
+        self.channels, self.is_silent, self.is_mute = {}, is_silent, is_mute
 
     def die(self, rank):
         """Close every connection of ``rank``, without a word."""
@@ -189,6 +194,17 @@ class Network:
             for member, job_rank in channel.job_ranks.items():
                 if job_rank == rank:
                     channel.close(member, dies=True)
+
+
+class SimulatedWaits(Waits):
+    """Waits of a group whose network may be mute."""
+
+    def is_given_up(self):
+        return bool(self.failure) if Network.current.is_mute else super().is_given_up()
+
+    def _look_for_ended(self, what, absent):
+        if not Network.current.is_mute:
+            super()._look_for_ended(what, absent)
 
 
 class SimulatedWire:
@@ -255,4 +271,7 @@ class SimulatedWire:
         """See :meth:`Wire.close`."""
         self._channel.close(self._rank)
 
-    give_up = close
+    def give_up(self):
+        """See :meth:`Wire.give_up`."""
+        self._channel.cut.add(self._rank)
+        self.close()

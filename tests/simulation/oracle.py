@@ -145,6 +145,7 @@ class Oracle:
         before = [copy.gradients() for copy in copies]
         self.reference.absent = {rank for rank in range(len(copies)) if not program.has_inputs(rank, number)}
         for rank, copy in enumerate(copies):
+            copy.left_out = program.left_out(rank, number)
             for change in program.changes if rank not in self.reference.absent else ():
                 change.apply(rank, number, copy)
             self._handles += faults.poison(rank, number, copy)
@@ -287,7 +288,8 @@ class Oracle:
                     raise Unsound(f"{here}: {name} is {texts[0]}, and the rank had computed {texts[1]}")
             if several or error is None:  # one wrapper, or rank, may have taken the step, and another not
                 self.residuals[rank] = result.residuals
-            if is_clear and error is not None and not _are_same(result.residuals, self.residuals[rank]):
+            is_whole = is_clear or (program.adds_parts and not self.is_torn)  # what is kept does not come in parts
+            if is_whole and error is not None and not _are_same(result.residuals, self.residuals[rank]):
                 raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
 
     def _check_error(self, here, rank, error, raising, gone_on, *, is_fatal):

@@ -5,11 +5,13 @@ import gc
 import sys
 import weakref
 from collections import defaultdict
+from random import Random
 from unittest import mock
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp.backends import group as group_of_ranks
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
 from ppe_ddp.engine import groups, peer_processes
@@ -17,7 +19,7 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.optim import DistributedOptimizer
 
 from .faults import Faults, packing
-from .group import Network, SimulatedWire
+from .group import Network, SimulatedWaits, SimulatedWire
 from .scheduler import Scheduler, simulated_time
 
 
@@ -137,6 +139,7 @@ def simulated():
         mock.patch.object(groups, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "ended_at_exit", _ended_by_nobody),
         mock.patch.object(shm_group, "GlooWire", SimulatedWire.of),
+        mock.patch.object(group_of_ranks, "Waits", SimulatedWaits),
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys, _=None: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _Own()),
         mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
@@ -168,7 +171,8 @@ def simulated():
 
 def run_ranks(program, scheduler, faults, train):
     """Run one history to its end: ``train(rank)`` is what each rank does."""
-    Network.current, Faults.current = Network(is_silent=scheduler.draw.random() < 0.3), faults
+    is_mute = Random(f"mute {program.seed}").random() < 0.3
+    Network.current, Faults.current = Network(scheduler.draw.random() < 0.3, is_mute), faults
     Pages.current = Pages(program.nodes)
     scheduler.at_death = Network.current.die
     scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])

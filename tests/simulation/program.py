@@ -57,6 +57,7 @@ class Program:
             Empty where there is no join().
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
         ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
+        apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
     """
 
     seed: int
@@ -72,6 +73,7 @@ class Program:
     counts: tuple[int, ...] = ()
     divides_by_all: bool = True
     ties: bool = False
+    apart: frozenset[tuple[int, int, int]] = frozenset()
 
     @classmethod
     def of(cls, seed):
@@ -123,8 +125,11 @@ class Program:
         # The parameters of the heads are not the last ones then, so there may be nothing to reach.
         ties &= all(step.kind is not StepKind.SOME_INPUTS for step in steps)
         one = dataclasses.replace(one, ties=ties)
+        if not (faults or changes):
+            one = dataclasses.replace(one, apart=one.drawn_apart())
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
+        can_join &= not one.apart
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
 
     def new_run(self):
@@ -142,6 +147,18 @@ class Program:
         counts[draw.randrange(self.world_size)] = count
         by_all = draw.random() < 0.5
         return dataclasses.replace(self, steps=tuple(steps), counts=tuple(counts), divides_by_all=by_all)
+
+    def drawn_apart(self):
+        """Where ranks use one of several modules less, in steps of one backward. With a fault it is not modelled."""
+        draw = Random(f"apart {self.seed}")
+        if len(self.recipes) == 1 or self.wrapping not in _WHERE_USED or draw.random() < 0.5:
+            return frozenset()
+        single = [k for k, step in enumerate(self.steps) if step.kind in (StepKind.ONE_BACKWARD, StepKind.TWO_FORWARDS)]
+        return frozenset((draw.randrange(self.world_size), k, draw.randrange(len(self.recipes))) for k in single)
+
+    def left_out(self, rank, number):
+        """The modules that ``rank`` does not use in a step."""
+        return {module for one, step, module in self.apart if (one, step) == (rank, number)}
 
     def has_inputs(self, rank, number):
         """Whether ``rank`` takes a step: it has inputs, or all have left join()."""
@@ -263,6 +280,7 @@ class Run:
         program, error = self.program, None
         self.scheduler.note("step", number, step.kind.name, step.zeroing.name)
         handles = self.faults.begin_step(number, models)
+        models.left_out = program.left_out(rank, number)
         try:
             taken = perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size)
             for k, _ in enumerate(taken):

@@ -41,6 +41,8 @@ def told(program):
         yield f"  step {number}: {step.kind.name}; gradients before it: {step.zeroing.name}{after}"
     if program.ties:
         yield "  in checkpoints is the first head once more"
+    for rank, number, module in sorted(program.apart):
+        yield f"  rank {rank} does not use module {module} in step {number}, and ends its wrapper's step by itself"
     if program.counts:
         over = "all ranks" if program.divides_by_all else "those that have inputs"
         yield f"  join() with {program.counts} steps, averages over {over}"
@@ -119,6 +121,7 @@ def _smaller(program):
             for name, found in (("faults", program.faults), ("changes", program.changes))
         }
         counts = tuple(count - (count > k) for count in program.counts)
+        kept["apart"] = frozenset((rank, n - (n > k), module) for rank, n, module in program.apart if n != k)
         yield change(program, steps=steps, counts=counts, **kept)
     if program.world_size > 2:
         count = program.world_size - 1
@@ -129,10 +132,17 @@ def _smaller(program):
             counts=program.counts[:count],
             faults=tuple(one for one in program.faults if one.rank < count),
             changes=tuple(one for one in program.changes if one.rank < count),
+            apart=frozenset(one for one in program.apart if one[0] < count),
         )
-    for name in ("recipes", "faults", "changes"):
+    for one in program.apart:
+        yield change(program, apart=program.apart - {one})
+    for k in range(len(program.recipes)) if program.recipes[1:] else ():
+        apart = frozenset((rank, number, j - (j > k)) for rank, number, j in program.apart if j != k)
+        recipes = (*program.recipes[:k], *program.recipes[k + 1 :])
+        yield change(program, recipes=recipes, apart=apart if recipes[1:] else frozenset())
+    for name in ("faults", "changes"):
         found = getattr(program, name)
-        for k in range(len(found)) if name != "recipes" or found[1:] else ():
+        for k in range(len(found)):
             yield change(program, **{name: (*found[:k], *found[k + 1 :])})
     for k, recipe in enumerate(program.recipes):
         for j in range(len(recipe.layers)) if recipe.layers[1:] else ():

@@ -79,6 +79,7 @@ class Models(nn.Module):
 
     Attributes:
         is_poisoned: Whether outputs are NaN.
+        left_out: The numbers of the parts that are not used in this step.
         held: The outputs in this step. Several wrappers are told of an error before a backward comes to them only if
             there is one, or a parameter that no other wrapper has (docs/promises.md).
     """
@@ -88,6 +89,7 @@ class Models(nn.Module):
         self.parts = nn.ModuleList(parts)
         self._order = order
         self.is_poisoned = False
+        self.left_out = set()
         self.held = []
         self.table = {_plain(name): parameter for name, parameter in self.named_parameters()}
         self.trained = [parameter for parameter in self.table.values() if parameter.requires_grad]
@@ -100,7 +102,8 @@ class Models(nn.Module):
     def forward(self, batch, path):
         outputs = {}
         for k in self._order:
-            outputs[k] = self.parts[k](batch, path)
+            if k not in self.left_out:
+                outputs[k] = self.parts[k](batch, path)
         if self.parts[1:]:
             self.held.append(outputs)
         found = [one for k in sorted(outputs) for one in _listed(outputs[k])]
@@ -234,6 +237,8 @@ class Wrappers(Models):
 
     def settle(self):
         """A backward that is to be synchronized is over: wait for the averages."""
+        for k in self.left_out:
+            self.parts[k].finish_grad_sync()
         if self.wrapping.is_megatron and not self._is_finished:
             self.finish_grad_sync()
         self._is_finished = False
