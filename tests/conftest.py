@@ -6,13 +6,16 @@ import os
 from collections import Counter, defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import settings
 
 from node_worlds import BACKENDS
-from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes_missing
+from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes, nodes_missing
+from subprocesses import warm_executable
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -198,18 +201,26 @@ def _worlds():
         stack.close()
 
 
+class WarmStarter(JobStarter):
+    """Starts ranks, and torchrun's agents, that have imported torch before they come to their nodes."""
+
+    def start(self, stack_files):
+        with mock.patch.object(nodes, "sys", SimpleNamespace(executable=warm_executable())):
+            yield from super().start(stack_files)
+
+
 @pytest.fixture(scope="module")
 def world(request, _worlds):
     """Ranks that a launcher has started on several nodes; its parameters are `node_worlds.worlds()`.
 
-    Their start takes many seconds, so that the last two worlds are kept for the next files.
+    Their start takes seconds, so that the last two worlds are kept for the next files.
     """
     if request.param not in _worlds:
         if len(_worlds) == 2:
             _worlds.pop(next(iter(_worlds)))[1].close()
         launcher, layout = request.param
         with contextlib.ExitStack() as stack:
-            starter = JobStarter(stack.enter_context(Nodes(len(layout))), launcher, layout)
+            starter = WarmStarter(stack.enter_context(Nodes(len(layout))), launcher, layout)
             ranks = Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120)
             _worlds[request.param] = stack.enter_context(ranks), stack.pop_all()
     return _worlds[request.param][0]
