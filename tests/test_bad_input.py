@@ -93,6 +93,76 @@ def test_different_options_at_wrap(ours, theirs, text):
     raised_everywhere(caught.value)
 
 
+class Casting(nn.Module):
+    """Layers under any names, in any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for part in self.children():
+            x = torch.tanh(part(x.to(part.weight.dtype)))
+        return x.float() * getattr(self, "extra", 1)
+
+
+def add(module):
+    module.extra = nn.Parameter(torch.ones(4))
+
+
+def cast(module):
+    module.two.double()
+
+
+def turn(module):
+    module.one.weight.data = module.one.weight.data.t().contiguous().t()
+
+
+def remove(module):
+    del module.two
+
+
+def assert_nothing_lost(module, own):
+    """What has arrived is still there as it was; an error in the middle of backward keeps the rest away."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, own[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (add, "has .*'extra'"),
+        (cast, "has .*'two.weight' torch.float64"),
+        (turn, r"has .*strides \(1, 4\)"),
+        (remove, "lacks parameter 'two.weight'"),
+    ],
+)
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_different_modules_after_wrapping(change, text, overlap):
+    rank = dist.get_rank()
+    module = seeded(Casting)
+    wrapper = DistributedDataParallel(module, overlap=overlap)
+    if rank == 1:
+        change(module)
+    own = mean_gradients(module, lambda m, _: square(m, rank), world_size=1)
+    for _ in range(2):
+        wrapper.zero_grad()
+        with pytest.raises(DisagreementError, match=f"rank 1 {text}") as caught:
+            square(wrapper, rank)
+        raised_everywhere(caught.value)
+        assert_nothing_lost(module, own)
+        if not overlap:
+            assert_gradients(module, own)
+    if rank == 0:
+        change(module)
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(module, mean_gradients(module, square))
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -21,7 +21,7 @@ from ppe_ddp.cli import bench_step, benchmarking
 from ppe_ddp.cli.bench_collective import OPERATIONS, count_wrong
 from ppe_ddp.cli.bench_collective import measure as measure_collectives
 from ppe_ddp.cli.bench_compression import METHODS
-from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, compare, measure
+from ppe_ddp.cli.bench_step import WORKLOADS, GradientMismatchError, compare, measure, tolerance
 from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn
 from ppe_ddp.testing import RankError
 from subprocesses import MPIRUN, needs_mpirun, run, warm_python
@@ -165,6 +165,12 @@ def test_contestants_that_compute_something_else_are_not_timed(two_ranks):
         assert "ppe_ddp has a gradient of 'branches." in str(error)
 
 
+def test_coarse_types_may_differ_by_more():
+    assert tolerance(torch.float32) == tolerance(torch.float64) == 1e-5
+    assert 0.01 < tolerance(torch.bfloat16) < 0.05
+    assert tolerance(torch.float32) < tolerance(torch.float16) < tolerance(torch.bfloat16)
+
+
 @needs_mpirun
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
@@ -241,6 +247,14 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(gpus, capsys):
         for command in ("step", "collective"):
             assert cli.main(["bench", command, "--device", "cuda"]) == 2
             assert "2 ranks would share 1 GPUs" in capsys.readouterr().err
+
+
+def test_a_launchers_environment_that_is_wrong_is_named(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert cli.main(["bench", "step"]) == 2
+    assert "MASTER_PORT" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_with_a_remedy(gpus):

@@ -10,7 +10,7 @@ import pytest
 
 import ppe_ddp
 from benchmarks import COMMANDS, load, mask, scaling, timeline, training
-from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, predict
+from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
 from ppe_ddp import cli
 from ppe_ddp.cli.benchmarking import Platform
 from ppe_ddp.engine.replicas import DriftCheck
@@ -173,6 +173,24 @@ def test_a_step_takes_what_its_bytes_need_and_on_one_rank_nothing_is_added():
         wire = volume * 16 * MIB * WIRE
         for backward in (0.0, 1.0):
             assert predict(step_of(backward), Cluster(nodes, 1), doubling).exposed == pytest.approx(wire, rel=0.01)
+
+
+def test_a_mask_shows_where_it_takes_longer_than_the_first_bucket():
+    hidden, late = (predict(step_of(0.4), Cluster(nodes, 1), SLOW) for nodes in (100, 400))
+    assert hidden.mask < 0.1 < late.mask  # the first of four buckets is complete after 0.1 s
+    assert hidden.mask_delay == 0.0
+    assert late.mask_delay == pytest.approx(noticed(late.mask, step_of(0.4)) - 0.1)
+    assert noticed(0.03, step_of(0.4)) == pytest.approx(0.05)  # a gradient comes every 25 ms
+
+
+def test_the_mask_takes_two_levels_where_a_ring_of_all_ranks_would_be_long():
+    few, many = (mask_seconds(step_of(0.1), Cluster(nodes, 8), SLOW) for nodes in (7, 8))
+    assert few == pytest.approx(2 * 55 * 2e-4, rel=0.01)
+    assert many == pytest.approx(2 * 7 * 2e-4 + 1e-4, rel=0.01)
+    for nodes, ranks in ((4, 1), (2, 8)):
+        assert mask_seconds(step_of(0.1), Cluster(nodes, ranks), SLOW) == 2e-4  # directly
+    doubling = replace(SLOW, algorithm="doubling")
+    assert mask_seconds(step_of(0.1), Cluster(8, 8), doubling) == pytest.approx(6 * 2e-4, rel=0.02)
 
 
 # --- scaling: measured and drawn

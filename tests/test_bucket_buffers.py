@@ -62,6 +62,54 @@ def test_a_buffer_that_nobody_holds_is_given_out_again(world):
     assert len(world.sizes) == 1
 
 
+def hold_by_name(slot, parameter):
+    return slot
+
+
+def hold_a_view(slot, parameter):
+    return slot.view(-1)[1:]
+
+
+def hold_a_detached_one(slot, parameter):
+    return slot.detach()
+
+
+def hold_as_gradient(slot, parameter):
+    parameter.grad = slot
+
+
+def hold_in_a_graph(slot, parameter):
+    return (parameter * slot).sum()  # autograd has saved it
+
+
+@pytest.mark.parametrize("hold", [hold_by_name, hold_a_view, hold_a_detached_one, hold_as_gradient, hold_in_a_graph])
+def test_a_buffer_is_left_alone_while_somebody_holds_a_slot(world, hold):
+    buffer = world.buffer()
+    held = hold(buffer.slots[1], world.parameters[1])
+    assert not buffer.is_free()
+    assert world.buffer() is not buffer
+    assert world.buffer(world.bucket_of([0])) is not buffer
+    del held
+    world.parameters[1].grad = None
+    assert buffer.is_free()
+    assert buffer in (world.buffer(), world.buffer())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda slot: slot.resize_(1), lambda slot: slot.requires_grad_(), lambda slot: slot.t_()],
+    ids=["resized", "requires grad", "turned"],
+)
+def test_a_slot_that_somebody_made_into_something_else_is_not_given_out(world, change):
+    buffer = world.buffer()
+    change(buffer.slots[0])
+    assert not buffer.is_free()
+    fresh = world.buffer()
+    assert fresh is not buffer
+    assert fresh.slots[0].shape == world.parameters[0].shape
+    assert not fresh.slots[0].requires_grad
+
+
 def test_what_was_not_used_since_the_last_trim_is_given_up(world):
     buffer = world.buffer()
     world.buffers.trim()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner, make_plan
+from ppe_ddp.engine.plan import Packing, ParameterSpec, Planner, fingerprint, make_plan
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -172,12 +172,35 @@ def test_row_major_is_what_torch_calls_contiguous(shape, data):
     assert (one.numel, one.nbytes) == (tensor.numel(), tensor.nbytes)
 
 
+def test_a_description_has_what_ranks_must_agree_on():
+    one = spec(3)
+    changes = [
+        {"name": "bias"},
+        {"shape": (4,)},
+        {"stride": (2,)},
+        {"dtype": torch.float64},
+        {"device": torch.device("cuda", 0)},
+        {"sparse": True},
+    ]
+    texts = {dataclasses.replace(one, **change).described() for change in [{}, *changes]}
+    assert len(texts) == 1 + len(changes)
+    on_gpu = [dataclasses.replace(one, device=torch.device("cuda", k)).described() for k in range(2)]
+    assert on_gpu[0] == on_gpu[1]  # a rank has its own
+    assert spec(1).described() == dataclasses.replace(one, shape=(), stride=()).described()
+
+
 def test_the_size_of_a_bucket_is_given_in_mebibytes_and_by_default_follows_the_device():
     assert Packing.of([0.5]).bucket_bytes == 1 << 19
     assert Packing.of([0.5]).adopt_bytes > Packing.of([0.5]).bucket_bytes
     on_gpu = Packing.of(None, [spec(1), spec(1, device=torch.device("cuda", 0))])
     assert on_gpu.bucket_bytes > Packing.of(None, [spec(1)]).bucket_bytes
     assert Packing.of([1], fixed=True) == dataclasses.replace(Packing.of([1]), fixed=True)
+
+
+@given(st.lists(st.text("ab", max_size=3), max_size=4), st.lists(st.text("ab", max_size=3), max_size=4))
+def test_fingerprints_are_equal_where_the_lines_are(first, second):
+    assert (fingerprint(first) == fingerprint(second)) == (first == second)
+    assert len(fingerprint(first)) == 16
 
 
 # --- the planner

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
-from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, PeerAbortedError
+from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -289,6 +289,30 @@ def test_the_bias_of_routers_follows_the_tokens_of_all_ranks():
 
 
 # ---------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("marks", [[], SEQUENCE])
+@pytest.mark.parametrize("dimension", ["tp", "pp"])
+@on_four_ranks
+def test_nan_on_one_rank_is_named_on_all(dimension, marks):
+    """On its data-parallel peer by the NaN check, on the others by what finalizing tells; the next step works."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", dimension))
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, Marked(marks), groups=ParallelGroups.from_mesh(mesh))
+    expected = 2.0 if marks and dimension == "tp" else 1.0
+    for step in range(4):
+        is_bad = step in (0, 2)
+        model.zero_grad_buffer()
+        model(float("nan") if is_bad and dist.get_rank() == 1 else 1.0).backward()
+        if not is_bad:
+            finalize_model_grads([model])
+            assert [*set(model.module.of_interest.main_grad.tolist())] == [expected]
+        elif mesh.get_local_rank(dimension) == 1:
+            with pytest.raises(NonFiniteGradientError, match="rank 0 in 'of_interest'"):
+                finalize_model_grads([model])
+        else:
+            with pytest.raises(PeerAbortedError, match=r"rank 1 of the group failed in finalize_model_grads.*NaN"):
+                finalize_model_grads([model])
 
 
 @pytest.mark.parametrize("sharded", [False, True])

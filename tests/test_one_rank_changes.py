@@ -245,10 +245,6 @@ def transposed(module):
     module.layers[1].weight.data = module.layers[1].weight.detach().t().contiguous().t()
 
 
-def shrunk(module):
-    module.layers[1].bias = None
-
-
 def lazy(module):
     module.more = nn.LazyLinear(2)
 
@@ -266,12 +262,6 @@ REFUSALS = {
     "a parameter of its own": (plain({}), grown, EVERYWHERE, "rank 1 has parameter 'more.weight'.*which rank 0 lacks"),
     "another shape": (plain({}), reshaped, EVERYWHERE, "rank 1 has parameter 'layers.1.bias'.*where rank 0 has"),
     "other strides": (plain({}), transposed, EVERYWHERE, "rank 1 has parameter 'layers.1.weight'.*memory formats"),
-    "one fewer": (
-        plain({"overlap": False}),
-        shrunk,
-        EVERYWHERE,
-        "rank 1 lacks parameter 'layers.1.bias'.*which rank 0 has",
-    ),
     "a lazy parameter": (plain({}), lazy, HERE_ALONE, "parameter 'more.weight' is lazy.*run one forward"),
     "shards": (optimized({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*make the optimizer anew"),
     "buffers": (megatron({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*wrap the module again"),

@@ -30,6 +30,12 @@ def test_it_trains_like_one_process(name):
     assert kept == everything
 
 
+@on_two_ranks
+def test_two_ranks_and_small_buckets():
+    hold(Program.plain("adamw", bucket_cap_mb=1e-3))
+    hold(Program.plain("momentum", overlap=False, gradient_as_bucket_view=False))
+
+
 @on_three_ranks
 def test_a_subgroup():
     group = dist.new_group([0, 2])

@@ -32,3 +32,23 @@ def test_in_place_the_factor_is_applied_once(alias, factor):
     expected = tensor * factor
     scale(alias(tensor), tensor, factor)
     assert torch.equal(tensor, expected)
+
+
+def test_one_leaves_memory_as_it_is():
+    tensor = numbers(torch.float32, 3)
+    before = tensor._version
+    scale(tensor, tensor, 1.0)
+    assert tensor._version == before
+
+
+def test_other_strides_and_nothing_at_all():
+    source, target = numbers(torch.float32, 4, 6).t(), torch.empty(6, 4)
+    scale(target, source, 0.25)
+    assert torch.equal(target, source * 0.25)
+    scale(torch.empty(0), torch.empty(0), 0.5)
+
+
+def test_a_sparse_tensor_is_scaled_in_place():
+    sparse = torch.tensor([[0.0, 2.0], [4.0, 0.0]]).to_sparse()
+    scale(sparse, sparse, 0.5)
+    assert torch.equal(sparse.to_dense(), torch.tensor([[0.0, 1.0], [2.0, 0.0]]))

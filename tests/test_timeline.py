@@ -21,12 +21,14 @@ from ppe_ddp.compression import Int8
 from ppe_ddp.engine.record import EventLog, Span
 from ppe_ddp.testing import Ranks
 from ppe_ddp.tracing import rank_record
+from ppe_ddp.tracing.pictures import group_names
 from ppe_ddp.tracing.rank_record import (
     KINDS,
     ClockOffset,
     RankRecord,
     length,
     measure_offset,
+    merged,
     record,
     summarize,
 )
@@ -43,6 +45,11 @@ def spans_of(recording, kind):
 
 
 # ---------------------------------------------------------------------- what is pure
+
+
+def test_parts_that_overlap_are_drawn_as_one():
+    spans = [Span("wire", "2", 40, 50, 3), Span("wire", "0", 10, 30, 1), Span("wire", "1", 20, 25, 2)]
+    assert merged(spans) == [Span("wire", "0", 10, 30, 3), Span("wire", "2", 40, 50, 3)]
 
 
 def record_of(*spans, backwards, rank=0, ranks=1, error=0):
@@ -67,6 +74,14 @@ def test_who_is_slow_is_who_does_not_wait():
     summary = summarize([of(0, 20), of(1, 29), of(2, 21)])
     assert summary.slow == {1: 8}
     assert "rank 1 is slow: it takes 8.0 ms a step longer than the median rank" in str(summary)
+
+
+def test_rows_of_the_heat_map_go_down_the_tree_as_far_as_there_is_room():
+    few = ["stem.weight", "stem.bias"]
+    assert group_names(few) == [("stem.weight", [0]), ("stem.bias", [1])]
+    many = [f"blocks.{k}.{part}" for k in range(40) for part in ("weight", "bias")]
+    assert group_names(many)[1] == ("blocks.1.*", [2, 3])
+    assert len(group_names([f"a{k}" for k in range(100)])) == 1
 
 
 def test_what_begins_where_something_ends_does_so_for_readers_of_the_trace_who_add_up(tmp_path):

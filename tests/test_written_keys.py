@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from ppe_ddp.backends.collective_comparison import CollectiveComparison
-from ppe_ddp.backends.rank_store import Meeting, WrittenKeys, exchange
+from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, WrittenKeys, exchange
 from ppe_ddp.backends.work import Work
 from ppe_ddp.errors import CommunicationError
 from rank_tests import on_three_ranks, on_two_ranks
@@ -52,6 +52,28 @@ def test_a_rank_that_has_come_and_left_is_not_waited_for_in_vain():
         raise CommunicationError("rank 1 has left")
 
     assert here.words("a", find_lost, 60, may_leave=True).words == ["a", "b"]
+
+
+def test_who_speaks_first_decides_for_all_ranks():
+    store = dist.HashStore()
+
+    def meetings(name):
+        return [Meeting(WrittenKeys(store), name, rank, 3) for rank in range(3)]
+
+    first, second, third = meetings("all come")
+    first.come("a")
+    third.come({"c": 1})
+    assert first.outcome() is None
+    assert first.absent() == [1]
+    second.come(None)
+    assert all(one.outcome() == MeetingOutcome(["a", None, {"c": 1}], 1) for one in (first, second, third))
+    assert first.refuse("too late").words
+    first, second, third = meetings("one refuses")
+    second.come("b")
+    assert first.refuse("not I") == MeetingOutcome([], 0, "not I")
+    third.come("c")
+    first.come("after all")
+    assert [one.outcome() for one in (second, third)] == [MeetingOutcome([], 0, "not I")] * 2
 
 
 @on_three_ranks
