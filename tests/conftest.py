@@ -6,13 +6,16 @@ import os
 from collections import Counter, defaultdict
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import settings
 
 from node_worlds import BACKENDS
-from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes_missing
+from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes, nodes_missing
+from subprocesses import warm_executable
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
@@ -32,35 +35,37 @@ UNDER_MPIRUN = [
     "test_node_compression",
     "test_doctor",
 ]
+# Ranks that have imported Transformers, Accelerate and scikit-learn, for seconds, serve these in turn.
+WITH_TRANSFORMERS = ["test_examples", "test_transformers", "test_accelerate", "test_lightning"]
+TOGETHER = {"mpirun": UNDER_MPIRUN, "transformers": WITH_TRANSFORMERS}
 # What takes longest comes first, so that all workers are busy to the end.
 LONGEST = [
-    "test_elastic",
     "test_shm_backend",
-    "test_examples",
+    "test_elastic",
+    "test_simulation",
     "test_one_rank_fails",
-    "test_compression",
-    "test_interrupts",
-    "test_shared_wrappers",
-    "test_bad_functions",
-    "test_bench",
-    "test_conformance",
-    "test_compressors",
-    "test_bad_input",
-    "test_outer_steps",
-    "test_optim",
     "test_megatron_parallel",
-    "test_faults",
-    "test_checkpointer",
-    "test_cli",
-    "test_one_rank_changes",
+    "test_conformance",
+    "test_ranks",
+    "test_compression",
+    "test_shared_wrappers",
+    "test_bench",
+    "test_bad_input",
     "test_laws",
-    "test_benchmarks",
-    "test_two_wrappers",
-    "test_failed_steps",
+    "test_package",
+    "test_checkpointer",
+    "test_weighing",
+    "test_architecture",
+    "test_cupy_nccl",
+    "test_faults",
+    "test_interrupts",
+    "test_tensor_parallel",
+    "test_outer_steps",
+    "test_megatron",
+    "test_megatron_optim",
+    "test_compressors",
+    "test_lost_ranks",
     "test_graphs_tools",
-    "test_torch_hooks",
-    "test_graphs",
-    "test_dropped_steps",
     "test_memory",
 ]
 
@@ -78,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
         long = [item for item in items if _is_long(item)]
         items[:] = [item for item in items if item not in long]
         config.hook.pytest_deselected(items=long)
-    first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *LONGEST])}
+    first = {name: place for place, name in enumerate([*UNDER_MPIRUN, *WITH_TRANSFORMERS, *LONGEST])}
     items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     missing = {"gpu": functools.partial(str, "" if torch.cuda.is_available() else "needs a CUDA device")}
     missing["nodes"] = functools.cache(functools.partial(nodes_missing, mbit=100))
@@ -124,13 +129,13 @@ def _is_long(item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """The workers take file by file; those under mpirun are one to them."""
+    """The workers take file by file; those of a row in TOGETHER are one to them."""
     from xdist.scheduler import LoadFileScheduling
 
     class InOrder(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
-            return "mpirun" if Path(file).stem in UNDER_MPIRUN else file
+            return next((name for name, files in TOGETHER.items() if Path(file).stem in files), file)
 
     config.option.loadscopereorder = False  # by the number of tests, which tells nothing of the time
     return InOrder(config, log) if config.getvalue("dist") == "loadfile" else None
@@ -196,18 +201,26 @@ def _worlds():
         stack.close()
 
 
+class WarmStarter(JobStarter):
+    """Starts ranks, and torchrun's agents, that have imported torch before they come to their nodes."""
+
+    def start(self, stack_files):
+        with mock.patch.object(nodes, "sys", SimpleNamespace(executable=warm_executable())):
+            yield from super().start(stack_files)
+
+
 @pytest.fixture(scope="module")
 def world(request, _worlds):
     """Ranks that a launcher has started on several nodes; its parameters are `node_worlds.worlds()`.
 
-    Their start takes many seconds, so that the last two worlds are kept for the next files.
+    Their start takes seconds, so that the last two worlds are kept for the next files.
     """
     if request.param not in _worlds:
         if len(_worlds) == 2:
             _worlds.pop(next(iter(_worlds)))[1].close()
         launcher, layout = request.param
         with contextlib.ExitStack() as stack:
-            starter = JobStarter(stack.enter_context(Nodes(len(layout))), launcher, layout)
+            starter = WarmStarter(stack.enter_context(Nodes(len(layout))), launcher, layout)
             ranks = Ranks(sum(layout), backend=BACKENDS[launcher], starter=starter, timeout=120)
             _worlds[request.param] = stack.enter_context(ranks), stack.pop_all()
     return _worlds[request.param][0]

@@ -149,7 +149,7 @@ def coalesced():
     assert tensors[0].tolist() == [size] * 3
 
 
-@check(most=2)
+@check(ranks=2, most=2)
 def functional_collectives():
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD

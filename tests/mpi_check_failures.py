@@ -25,7 +25,7 @@ def one_rank_fails(way):
     failing.hold(way, turns=2)
 
 
-@check("in_the_middle", "in_the_wait", "in_backward", ranks=3)
+@check("in_the_middle", "in_backward", ranks=3)
 def one_rank_of_three_fails(way):
     failing.hold(way, turns=2)
 
@@ -45,7 +45,7 @@ def one_of_two_ranks_is_interrupted_while_they_connect_again(moment):
     failing.hold_interrupted(moment)
 
 
-@check("while_it_waits", "while_it_gives_back", "when_it_has_made_them", ranks=3)
+@check("while_it_gives_back", ranks=3)
 def one_of_three_ranks_is_interrupted_while_they_connect_again(moment):
     failing.hold_interrupted(moment, times=1)
 
@@ -85,7 +85,7 @@ def one_rank_fails_beside_megatrons_shards(way):
     failing_shards.hold_megatron(way, sharded=True, overlap_grad_reduce=True)
 
 
-@check("in_the_middle", "in_backward", ranks=3)
+@check("in_backward", ranks=3)
 def what_megatron_has_accumulated_is_as_it_was(way):
     failed_steps.test_what_was_accumulated_is_as_it_was.__wrapped__(way, overlap=True)
 

@@ -61,7 +61,7 @@ def check(*names, ranks=1, most=99):
 
 
 def names_for(size, few=()):
-    """The checks for so many ranks: with every dtype on two of them, with five on one and with three on three.
+    """The checks for so many ranks: with every dtype on two of them, with three on three and with one on one.
 
     Args:
         size: The number.
@@ -70,7 +70,7 @@ def names_for(size, few=()):
 
     def is_left_out(name):
         dtype = name.rpartition("-")[2]
-        some = FEW_DTYPES[:3] if size > 2 else FEW_DTYPES
+        some = FEW_DTYPES[: {1: 1, 2: 5}.get(size, 3)]
         return dtype in DTYPES and dtype not in some and (size != 2 or name.startswith(few))
 
     return [name for name, (_, sizes) in CHECKS.items() if size in sizes and not is_left_out(name)]

@@ -45,7 +45,7 @@ def assert_trained(parameters, rtol=1e-5):
         torch.testing.assert_close(actual.detach(), wanted, rtol=rtol, atol=rtol)
 
 
-@check("plain", "fp16_compress", "power_sgd", most=2)
+@check("plain", "fp16_compress", "power_sgd", ranks=2, most=2)
 def torch_ddp(hook):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -69,7 +69,7 @@ def own_ddp():
     assert_trained(model.parameters())
 
 
-@check(most=2)
+@check(ranks=2, most=2)
 def zero_redundancy():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's own

@@ -4,10 +4,12 @@ import atexit
 import functools
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -21,7 +23,7 @@ needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the e
 @functools.cache
 def warm_python():
     """The words that start Python where torch has been imported already, as `sys.executable` does where it has not."""
-    program, name = str(Path(__file__).parent / "warm_python.py"), f"ppe_ddp {uuid.uuid4()}"
+    program, name = str(Path(__file__).parent / "warm_python.py"), f"{tempfile.gettempdir()}/ppe_ddp-{uuid.uuid4()}"
     server = subprocess.Popen(
         [sys.executable, program, name],
         stdin=subprocess.PIPE,  # which closes with this process
@@ -32,6 +34,17 @@ def warm_python():
     atexit.register(server.__exit__, None, None, None)
     assert server.stdout.readline() == b"listening\n"
     return [sys.executable, "-IS", program, name]
+
+
+@functools.cache
+def warm_executable():
+    """A program that is such a Python, where one word is wanted."""
+    python = warm_python()
+    program = Path(f"{python[-1]}.sh")
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(python)} "$@"\n')
+    program.chmod(0o700)
+    atexit.register(program.unlink)
+    return str(program)
 
 
 def await_stop(pid, seconds=20):

@@ -53,21 +53,6 @@ def test_a_step_is_given_up_by_hand():
 
 
 @on_two_ranks
-def test_the_next_step_may_be_given_up_before_the_ranks_are_connected_again():
-    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
-    wrapper = DistributedDataParallel(module)
-    mean = mean_gradients(module, square)
-    for culprit in (0, 1, 1):
-        for _ in range(2):
-            wrapper.zero_grad()
-            error = give_up(wrapper, culprit)
-            assert error is None or re.search(f"rank {culprit}.* it has called abort_grad_sync", str(error))
-        wrapper.zero_grad()
-        square(wrapper, rank)
-        assert_gradients(module, mean)
-
-
-@on_two_ranks
 def test_a_synchronization_that_was_begun_is_given_up():
     rank, module = dist.get_rank(), seeded(mlp, 4, 2)
     wrapper = DistributedDataParallel(module)
@@ -296,19 +281,3 @@ def test_megatrons_wrapper_after_a_failure_of_which_the_failing_rank_had_not_hea
             handle.remove()
         if rank == 0 and step == 1:
             store.set(has_averages, "")
-
-
-def test_megatrons_wrapper_on_one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = graphs.wrap(overlap_grad_reduce=True)
-        for way in WAYS.values():
-            model.zero_grad_buffer()
-            way(model, 0)
-            model.abort_grad_sync()
-            model.zero_grad_buffer()
-            graphs.loss(model, 0, 1, taken=[1]).backward()
-            model.finish_grad_sync()
-            graphs.hold(model, graphs.mean_of(model.module, (0, 1, {"taken": [1]})))
-    finally:
-        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -181,8 +182,8 @@ def test_contributing_names_files_that_exist():
 
 
 def test_the_order_of_tests_names_files_that_exist():
-    here = Path(__file__).parent
-    assert all((here / f"{name}.py").exists() for name in (*conftest.UNDER_MPIRUN, *conftest.LONGEST))
+    names, here = itertools.chain(*conftest.TOGETHER.values(), conftest.LONGEST), Path(__file__).parent
+    assert all((here / f"{name}.py").exists() for name in names)
 
 
 def test_what_torch_does_not_promise_is_used_in_the_files_of_internals_alone():

@@ -238,20 +238,6 @@ def test_a_hook_of_ppe_that_raises(options):
     hold(wrapper, turns, Refused, "not today", "in refuse", tells_why=False)
 
 
-def leave_a_wrong_shape(wrapper):
-    # torch refuses this itself, where it happens.
-    for parameter in wrapper.parameters():
-        parameter.grad = torch.zeros(7)
-
-
-@on_two_ranks
-def test_a_hook_of_ppe_that_changes_shapes():
-    turns = Turns(lambda wrapper: None, leave_a_wrong_shape)
-    wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2))
-    wrapper.register_comm_hook(turns)
-    hold(wrapper, turns, RuntimeError, "assign a gradient of size", "in leave_a_wrong_shape", tells_why=False)
-
-
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()

@@ -313,10 +313,10 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
     assert (error.ranks, error.step, error.phase) == ((1,), 1, "done")
 
 
-def wait_in_a_cycle(before_backward, options):
+def wait_in_a_cycle(before_backward):
     """Each rank's backward uses other wrappers than the other's; what comes of a step, and after how many seconds."""
     rank, size, begin = dist.get_rank(), dist.get_world_size(), time.monotonic()
-    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2), **options) for _ in range(8)]
+    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(8)]
     others = [one for k, one in enumerate(wrappers) if k % size != rank]
     for one in others if before_backward else ():
         one.start_grad_sync()
@@ -330,14 +330,11 @@ def wait_in_a_cycle(before_backward, options):
     return text, time.monotonic() - begin, [one.module[0].weight.grad is None for one in wrappers]
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shm", "gloo"])
-def test_backwards_that_wait_for_one_another_end_after_one_timeout_and_the_error_names_the_cure(
-    impatient_ranks, options
-):
-    for text, seconds, _ in impatient_ranks.run(wait_in_a_cycle, False, options, timeout=90):
+def test_backwards_that_wait_for_one_another_end_after_one_timeout_and_the_error_names_the_cure(impatient_ranks):
+    for text, seconds, _ in impatient_ranks.run(wait_in_a_cycle, False, timeout=90):
         assert "model.start_grad_sync() before that backward" in text
         assert seconds < 4 * 4  # of four waits each would take 4
-    for text, _, is_missing in impatient_ranks.run(wait_in_a_cycle, True, options, timeout=90):
+    for text, _, is_missing in impatient_ranks.run(wait_in_a_cycle, True, timeout=90):
         assert not text
         assert not any(is_missing)
 

@@ -129,10 +129,6 @@ def test_every_method_trains(two_ranks):
         assert sum(line["losses"][-10:]) < 0.5 * sum(line["losses"][:10]), line["name"]
 
 
-def test_losses_are_means_of_turns():
-    assert training.of_turns([2.0] * 10 + [1.0] * 5 + [0.0] * 5 + [3.0] * 2) == [2.0, 0.5, 3.0]
-
-
 # --- timeline
 
 
@@ -177,20 +173,6 @@ def test_a_step_takes_what_its_bytes_need_and_on_one_rank_nothing_is_added():
         wire = volume * 16 * MIB * WIRE
         for backward in (0.0, 1.0):
             assert predict(step_of(backward), Cluster(nodes, 1), doubling).exposed == pytest.approx(wire, rel=0.01)
-
-
-def test_two_levels_send_less_than_one_ring_and_wait_for_fewer_rounds():
-    levels, ring = Cluster(2, 2), Cluster(2, 2, is_flat=True)
-    assert all_reduce_seconds(MIB, ring, BARE_WIRE) == pytest.approx(1.5 * all_reduce_seconds(MIB, levels, BARE_WIRE))
-    latency = replace(SLOW, node_latency=0.0, node_per_byte=0.0, wire_per_byte=0.0)
-    doubling = replace(latency, algorithm="doubling")
-    for nodes, is_flat, constants, rounds in (
-        (10, False, latency, 18),
-        (10, True, latency, 158),
-        (16, False, doubling, 4),
-        (10, False, doubling, 5),
-    ):
-        assert all_reduce_seconds(1, Cluster(nodes, 8, is_flat), constants) == pytest.approx(rounds * 2e-4)
 
 
 def test_a_mask_shows_where_it_takes_longer_than_the_first_bucket():

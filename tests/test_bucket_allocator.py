@@ -50,12 +50,6 @@ def allocator_over(monkeypatch):
     return made
 
 
-def test_what_a_group_offers_is_taken(allocator_over):
-    backend = Offering()
-    made = allocator_over(backend)(5, torch.float64, CPU)
-    assert made is backend.given[0]
-
-
 @pytest.mark.parametrize(
     "refusal",
     [MemoryError(), ValueError("no shared memory for tensors on cpu"), RuntimeError("no pool"), NotImplementedError()],

@@ -13,7 +13,6 @@ from torch import nn
 import ppe_ddp
 from node_worlds import in_own_world, worlds
 from ppe_ddp.engine.negotiation import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
-from ppe_ddp.engine.plan import Packing
 
 MIB = 1 << 20
 DEFAULT = 4 * MIB
@@ -42,12 +41,6 @@ def test_where_the_transport_takes_the_cores_that_ranks_compute_on_there_are_few
     assert speed(*small_model) == MIB
     assert speed(*small_model, 3e-4, 5e-10) > MIB
     assert speed(*small_model, 2e-3, 1e-9) == DEFAULT
-
-
-def test_what_a_user_has_named_or_a_hook_holds_on_to_stays():
-    assert Packing.of(None, measured=True).measured
-    assert not Packing.of([4.0], measured=True).measured
-    assert not Packing.of(None, measured=True, fixed=True).measured
 
 
 class Net(nn.Module):
@@ -196,12 +189,3 @@ def test_one_rank_fails_while_it_is_measured(two_ranks, culprit, call):
 def test_one_rank_fails_while_it_is_measured_on_nodes(world, call):
     for found in world.run(in_own_world, fail_while_it_is_measured, 1, call):
         assert found == (DEFAULT, MIB // 2)
-
-
-def differ():
-    ppe_ddp.DistributedDataParallel(Net(), bucket_cap_mb=None if dist.get_rank() else 4)
-
-
-def test_a_rank_that_alone_has_a_size_is_named(two_ranks):
-    with pytest.raises(Exception, match=r"by measurement True.* where rank 0 has .*by measurement False"):
-        two_ranks.run(differ)

@@ -12,7 +12,6 @@ import torch
 from benchmarks import COMMANDS as BENCHMARKS
 from ppe_ddp import cli, torch_internals
 from ppe_ddp.backends.cupy_nccl import nccl_library
-from ppe_ddp.backends.cupy_nccl.nccl_library import version_text
 from ppe_ddp.cli import doctor
 from ppe_ddp.cli.benchmarking import Spread, print_table
 from ppe_ddp.cli.command_line import count, size_of
@@ -183,11 +182,6 @@ def test_without_a_device_both_reasons_are_told(here, monkeypatch, cuda, reason)
     assert reason in found.missing
     assert "CuPy is not installed" in found.missing
     assert "[cupy13]" in found.remedy
-
-
-@pytest.mark.parametrize(("number", "text"), [(22707, "2.27.7"), (21805, "2.18.5")])
-def test_versions_of_nccl_are_read_as_people_write_them(number, text):
-    assert version_text(number) == text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ In a job it tells which ranks share a node, what goes through memory and what ov
 
 import json
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from ppe_ddp import cli
 from ppe_ddp.cli import doctor
 from ppe_ddp.cli.doctor import Candidate, Diagnosis, diagnose
 from ppe_ddp.testing import Nodes, nodes
-from subprocesses import MPIRUN, needs_mpirun, run, warm_python
+from subprocesses import MPIRUN, needs_mpirun, run, warm_executable, warm_python
 
 
 @pytest.fixture
@@ -87,6 +88,7 @@ def test_what_mpirun_can_do_wrong(tmp_path, monkeypatch, launcher, reason):
     program.write_text(f"#!/bin/sh\n{LAUNCHERS[launcher]}\n")
     program.chmod(0o700)
     monkeypatch.setattr(nodes, "find_mpirun", lambda: str(program))
+    monkeypatch.setattr(nodes, "sys", SimpleNamespace(executable=warm_executable()))
     monkeypatch.setattr(nodes, "_START_SECONDS", 100.0 if launcher != "starts one" else 15.0)
     found = diagnose(Candidate("mpi4py", "cpu"), 60)
     assert found.outcome == "failed"

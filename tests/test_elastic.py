@@ -50,7 +50,7 @@ def test_a_rank_is_killed(phase, after):
     faults = {"1": [phase, 2 if is_rare else 5, after, False]}
     if is_rare:
         faults["0"] = ["bucket", 5, True, False]  # another one, after which they meet
-    print(run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4"))
+    print(run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "3"))
 
 
 def test_a_replacement_joins_and_has_what_the_others_have():

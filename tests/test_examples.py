@@ -1,7 +1,7 @@
 """The examples run, on one rank and on two, and end with the figures that they promise.
 
-One of them is started as people start it, under mpirun. The others run in ranks that have imported what they need once;
-that a script finds its ranks under every launcher is a law of test_mpi_laws.py and test_launch.py.
+They run in ranks that meet before the example looks for them, as under a launcher of one's own, and that have imported
+what they need once. That a script finds its ranks under every launcher is a law of test_mpi_laws.py and test_launch.py.
 """
 
 import contextlib
@@ -17,20 +17,13 @@ import torch
 
 from ppe_ddp.testing import Ranks
 from routed import started_by_torchrun
-from subprocesses import MPIRUN, run, warm_python
+from subprocesses import MPIRUN, needs_mpirun, run, warm_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
 
 sys.path.insert(0, str(EXAMPLES))
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs the extra [examples]")
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """Two ranks that meet before the example looks for them, as under a launcher of one's own."""
-    with Ranks(2, timeout=120) as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -58,23 +51,32 @@ def number(pattern, text):
     return float(found[1])
 
 
-def test_digits():
-    launcher = [MPIRUN, "-n", "2"] if MPIRUN else [*warm_python(), *TORCHRUN]
-    code, text, errors = run([*launcher, *warm_python(), EXAMPLES / "digits.py", "--epochs", "2"], timeout=120)
-    assert code == 0, errors
+def assert_like_the_demo(text):
     assert number(r"test accuracy +│ +([\d.]+)%", text) > 80
     assert 0.1 < number(r"ratio +│ +([\d.]+)", text) < 0.5
 
 
-def test_syntax_trees(ranks):
-    text = printed_by(ranks, "syntax_trees.py", "--epochs", "1", "--functions", "200")
+def test_digits(two_ranks):
+    assert_like_the_demo(printed_by(two_ranks, "digits.py", "--epochs", "2"))
+
+
+@pytest.mark.long
+@needs_mpirun
+def test_digits_under_mpirun():
+    code, text, errors = run([MPIRUN, "-n", "2", *warm_python(), EXAMPLES / "digits.py", "--epochs", "2"], timeout=120)
+    assert code == 0, errors
+    assert_like_the_demo(text)
+
+
+def test_syntax_trees(two_ranks):
+    text = printed_by(two_ranks, "syntax_trees.py", "--epochs", "1", "--functions", "200")
     assert number(r"by the network +│ +([\d.]+)%", text) > 50
     sent = number(r"([\d.]+) MiB were sent", text)
     assert 0 < sent < number(r"would have sent (\d+\.\d+)", text)
 
 
-def test_custom_reduce(ranks):
-    text = printed_by(ranks, "custom_reduce.py", "--epochs", "1")
+def test_custom_reduce(two_ranks):
+    text = printed_by(two_ranks, "custom_reduce.py", "--epochs", "1")
     assert number(r"test accuracy +│ +[\d.]+% +│ +([\d.]+)%", text) > 60
     assert number(r"(\d+) times less", text) > 20
 
@@ -91,15 +93,15 @@ def assert_like_one_process_without_the_vision_tower(text):
     assert of_vision[2] == "0"
 
 
-def test_multimodal_is_one_process_after_50_steps(ranks):
+def test_multimodal_is_one_process_after_20_steps(two_ranks):
     assert_like_one_process_without_the_vision_tower(
-        printed_by(ranks, "multimodal.py", "--steps", "50", "--batch", "8")
+        printed_by(two_ranks, "multimodal.py", "--steps", "20", "--batch", "8")
     )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
-def test_multimodal_by_transformers_trainer(ranks):
-    text = ranks.run(run_by_torchrun, "multimodal.py", ["--transformers", "--steps", "12", "--batch", "8"])[0]
+def test_multimodal_by_transformers_trainer(two_ranks):
+    text = two_ranks.run(run_by_torchrun, "multimodal.py", ["--transformers", "--steps", "6", "--batch", "8"])[0]
     assert_like_one_process_without_the_vision_tower(text)
 
 
@@ -115,18 +117,18 @@ def run_by_torchrun(name, arguments):
                 state._reset_state()
 
 
-def test_ppe_trainer_goes_on_where_it_was(ranks, tmp_path):
-    first = printed_by(ranks, "ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path))
-    second = printed_by(ranks, "ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume")
+def test_ppe_trainer_goes_on_where_it_was(two_ranks, tmp_path):
+    first = printed_by(two_ranks, "ppe_trainer.py", "--epochs", "1", "--out", str(tmp_path))
+    second = printed_by(two_ranks, "ppe_trainer.py", "--epochs", "2", "--out", str(tmp_path), "--resume")
     rows = [re.findall(r"^ *(\d+) +\d+", text, re.MULTILINE) for text in (first, second)]
     assert rows[0][-1] == "1", first
     assert rows[1][-1] == "2", second
 
 
 @pytest.mark.long
-def test_gpt_goes_on_with_other_ranks(ranks, lone_rank, tmp_path):
+def test_gpt_goes_on_with_other_ranks(two_ranks, lone_rank, tmp_path):
     arguments = ["--batch", "8", "--out", str(tmp_path)]
-    first = printed_by(ranks, "gpt.py", "--steps", "30", *arguments)
+    first = printed_by(two_ranks, "gpt.py", "--steps", "30", *arguments)
     assert number(r"ratio +│ +([\d.]+)", first) == 0.5
     losses = [float(text) for text in re.findall(r"loss ([\d.]+)", first)]
     second = printed_by(lone_rank, "gpt.py", "--steps", "51", "--resume", *arguments)
@@ -180,7 +182,7 @@ def test_survive_loss():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs the extra [examples]")
-def test_load_transformer(ranks):
-    text = printed_by(ranks, "load_transformer.py", "--layers", "3", "--width", "64")
+def test_load_transformer(two_ranks):
+    text = printed_by(two_ranks, "load_transformer.py", "--layers", "3", "--width", "64")
     assert re.search(r"missing, unexpected +│ +0, 0", text), text
     assert number(r"difference of logits +│ +([\d.e+-]+)", text) < 1e-5

@@ -130,19 +130,6 @@ class Waiting:
         self.calls.append(next(i for i, one in enumerate(self.parameters) if one is parameter))
 
 
-def test_hooks_wait_while_a_synchronization_is_on_and_run_where_there_is_an_average():
-    user = Waiting(3)
-    user.hooks.defer()
-    user.listener.is_synchronizing = True
-    backward(*user.parameters[:2])
-    assert user.calls == []
-    user.hooks.run(bytes([0, 1, 1]), None)  # 2 has its gradient from another rank
-    assert user.calls == [1, 2]
-    user.listener.is_synchronizing = False
-    backward(user.parameters[0])  # as in no_sync()
-    assert user.calls == [1, 2, 0]
-
-
 def test_a_hook_that_is_removed_while_it_is_deferred_is_not_called():
     user = Waiting(2)
     user.hooks.defer()
@@ -179,25 +166,6 @@ def test_hooks_wait_for_every_owner_and_are_called_once_for_all_that_end_togethe
     assert user.calls == [1, 0, 1]
     user.hooks.run(bytes([1, 1]), None)
     assert user.calls == [1, 0, 1, 0, 1]
-
-
-class Descent:
-    def __init__(self, parameter):
-        self.parameter = parameter
-
-    def step(self):
-        self.parameter.data -= self.parameter.grad
-
-
-def test_optimizers_that_torch_left_to_the_wrapper_step_on_averages():
-    first, second = ours = parameters(2)
-    for parameter in ours:
-        parameter._in_backward_optimizers = [Descent(parameter)]
-        parameter.grad = torch.full((2,), 0.5)
-    UserGradHooks(ours).run(bytes([0, 1]), None)
-    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0.5, 0.5])
-    assert first.grad is not None
-    assert second.grad is None
 
 
 def test_sequences_that_begin_alike_are_told_apart():

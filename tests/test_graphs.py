@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, check, data, mean_gradients, seeded
+from one_process import check, data, seeded
 from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_two_ranks
 
@@ -160,25 +159,6 @@ def test_the_whole_wrapper_in_a_checkpoint(reentrant, options):
         (y * z).sum().backward()
 
     check(seeded(Branches), step, **options)
-
-
-@on_two_ranks
-def test_a_rank_alone_may_look_at_gradients_of_parameters():
-    module = seeded(Branches)
-
-    def step(model, rank):
-        model(data(4, 3, rank=rank), way=rank).pow(2).sum().backward()
-
-    expected = mean_gradients(module, step)
-    wrapper = DistributedDataParallel(module)
-    for turn in range(4):
-        wrapper.zero_grad()
-        if dist.get_rank() == turn % 2:
-            parameters = list(module.parameters())
-            torch.autograd.grad(wrapper(data(4, 3), way=1).sum(), parameters, allow_unused=True)
-            assert all(parameter.grad is None for parameter in parameters)
-        step(wrapper, dist.get_rank())
-        assert_gradients(module, expected)
 
 
 @each_variant

@@ -322,20 +322,6 @@ def test_optimizers_that_step_in_backward_hooks(when, options):
     assert_gradients(module, mean_gradients(module, lambda m, rank: step(m, rank, 4)))
 
 
-@each_variant
-@on_two_ranks
-def test_wrapping_one_module_twice(options):
-    module = seeded(mlp, 4, 4, 2)
-    expected = mean_gradients(module, square)
-    first = DistributedDataParallel(module, **options)
-    second = DistributedDataParallel(module, **options)
-    for wrapper in (first, second, first, second, second):
-        module.zero_grad()
-        square(wrapper, dist.get_rank())
-        assert_gradients(module, expected)
-        assert_same_on_all_ranks(module)
-
-
 @on_two_ranks
 def test_a_dropped_wrapper_lets_go_of_its_module():
     # At once: the garbage collector runs at another moment on every rank, and a rank whose wrapper is still

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ppe_ddp.engine.groups import Groups
@@ -55,33 +55,6 @@ class Threads:
 
     def close(self):
         self._pool.shutdown()
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def threads(request):
-    ranks = Threads(request.param)
-    yield ranks
-    ranks.close()
-
-
-BYTES = st.integers(0, 255)
-
-
-@settings(max_examples=25)
-@given(st.binary(min_size=16, max_size=16), st.integers(0, 200), st.integers(0, 3), st.data())
-def test_every_rank_gets_the_maximum(threads, digest, count, more, data):
-    size = len(threads.exchangers)
-    masks, extras = (
-        [bytes(data.draw(st.lists(BYTES, min_size=length, max_size=length))) for _ in range(size)]
-        for length in (count, more)
-    )
-    answers = threads.exchange(*((digest, mask, extra) for mask, extra in zip(masks, extras, strict=True)))
-    for answer, nbytes in answers:
-        assert answer.same
-        assert answer.fields["mask"] == bytes(map(max, zip(*masks, strict=True)))
-        assert answer.fields["more"] == bytes(map(max, zip(*extras, strict=True)))
-        assert nbytes >= count + more
-    assert len({nbytes for _, nbytes in answers}) == 1
 
 
 @pytest.fixture(scope="module")

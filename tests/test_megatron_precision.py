@@ -10,7 +10,7 @@ from one_process import data, mlp, seeded
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, ParallelGroups
 from rank_tests import on_two_ranks
 
-MICROS = 64
+MICROS = 32
 
 
 def run(dtype, **options):

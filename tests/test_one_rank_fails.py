@@ -26,16 +26,15 @@ from ppe_ddp.errors import AbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
 WAYS_OF_SHARDS = (*failing_shards.PATCHES, *failing_shards.PLUGS)
-each_way = pytest.mark.parametrize("way", list(failing.WAYS))
 
 
-@each_way
+@pytest.mark.parametrize("way", list(failing.WAYS))
 @on_two_ranks
 def test_of_two(way):
     failing.hold(way)
 
 
-@each_way
+@pytest.mark.parametrize("way", ["before", "in_the_wait", "in_backward"])  # all are in tests/simulation
 @on_three_ranks
 def test_of_three(way):
     failing.hold(way, turns=3, seed=1, gradient_as_bucket_view=False)

@@ -100,7 +100,7 @@ def test_the_wrapped_optimizer_clears_what_is_averaged(to_none):
         assert setup.weight() == -step - 1.0
 
 
-@on_three_ranks
+@on_two_ranks
 def test_a_user_who_clears_in_any_way_begins_from_zero():
     clear_in_every_way(None)
 

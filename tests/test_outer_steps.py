@@ -123,22 +123,6 @@ def test_outer_steps_are_compressed():
 
 
 @on_two_ranks
-def test_resumed_between_two_outer_steps():
-    make = METHODS["diloco"][0]
-    wrapper, optimizer, outer = train(make, 7)
-    saved = copy.deepcopy((wrapper.state_dict(), optimizer.state_dict(), outer.state_dict()))
-    again, its_optimizer, its_outer = train(make, 0)
-    again.load_state_dict(saved[0])
-    its_optimizer.load_state_dict(saved[1])
-    its_outer.load_state_dict(saved[2])
-    for step in range(7, 13):
-        inner(wrapper, optimizer, dist.get_rank(), step)
-        inner(again, its_optimizer, dist.get_rank(), step)
-    for one, other in zip(wrapper.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-@on_two_ranks
 def test_stopped():
     wrapper, optimizer, outer = train(METHODS["local sgd"][0], EVERY)
     outer.stop()

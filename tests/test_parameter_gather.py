@@ -325,13 +325,6 @@ def test_two_gathers_of_the_same_parameters_come_one_after_the_other():
     assert not other.is_under_way
 
 
-def test_without_overlap_everything_is_there():
-    linear = zeros(nn.Linear(3, 3))
-    model = Late([linear.weight], [linear.bias])
-    ParameterGather([model]).start()
-    assert model.waited == [0, 1]
-
-
 def test_copies_of_a_watched_module_wait_for_nothing():
     linear = zeros(nn.Linear(3, 3))
     gather, model = under_way(list(linear.parameters()))

@@ -11,7 +11,7 @@ from ppe_ddp.errors import TorchChangedError
 from rank_tests import each_variant, on_two_ranks
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shared_memory": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
 @on_two_ranks
 def test_a_torch_that_does_not_answer_is_named(options):
     rank, answers, broken = dist.get_rank(), torch._C._will_engine_execute_node, []

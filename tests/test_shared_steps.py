@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record, supports
+from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
 from ppe_ddp.backends.shared_memory.two_level_steps import (
     WireMemory,
     all_gather_steps,
@@ -306,17 +306,3 @@ def test_codes_tell_collectives_kinds_and_dtypes_apart():
     assert "6 x bfloat16 (all_reduce MAX)" in told.values()
     assert "6 x int16 (reduce_scatter AVG)" in told.values()
     assert "3 x float64 (all_gather)" in told.values()
-
-
-def test_what_is_served():
-    assert all(supports(dtype, kind) for dtype in DTYPES for kind in KINDS.values())
-    assert not supports(torch.complex64, KINDS["SUM"])
-    assert not supports(torch.float32, ReduceOp.RedOpType.PRODUCT)
-
-
-def test_scratch_is_kept():
-    scratch = Scratch()
-    first = scratch.take(10)
-    assert first.shape == (10,)
-    assert scratch.take(7).data_ptr() == first.data_ptr()
-    assert scratch.take(1000).shape == (1000,)

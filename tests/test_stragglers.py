@@ -95,11 +95,10 @@ def test_steps_without_a_forward_are_left_out():
     assert all(math.isnan(row.compute_ms) for row in nothing.table())
 
 
-@pytest.mark.parametrize("shared_memory", [True, False])
 @on_three_ranks
-def test_a_rank_that_is_slowed_is_named_within_a_window(shared_memory):
+def test_a_rank_that_is_slowed_is_named_within_a_window():
     module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
-    wrapper = DistributedDataParallel(module, shared_memory=shared_memory)
+    wrapper = DistributedDataParallel(module)
 
     def busy(*_):
         end = perf_counter() + 0.11 * (rank == 1)

@@ -3,7 +3,6 @@
 import importlib.util
 import itertools
 import json
-import random
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -32,8 +31,6 @@ from ppe_ddp.tracing.rank_record import (
     merged,
     record,
     summarize,
-    union,
-    without,
 )
 from ppe_ddp.tracing.timeline import read_records, write_chrome_trace
 from rank_tests import on_two_ranks
@@ -48,16 +45,6 @@ def spans_of(recording, kind):
 
 
 # ---------------------------------------------------------------------- what is pure
-
-
-def test_lengths_are_those_of_sets_of_moments():
-    draw = random.Random(0)
-    for _ in range(50):
-        ones = [(b, b + draw.randrange(9)) for b in draw.choices(range(50), k=6)]
-        moments = {t for b, e in ones for t in range(b, e)}
-        assert length(ones) == len(moments)
-        assert length(without((10, 40), ones)) == len(set(range(10, 40)) - moments)
-        assert all(a[1] < b[0] for a, b in zip(union(ones), union(ones)[1:], strict=False))
 
 
 def test_parts_that_overlap_are_drawn_as_one():

@@ -22,7 +22,6 @@ from ppe_ddp import (
 from ppe_ddp.compression import Int8, Uncompressed
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.waiting import progress_engine
-from ppe_ddp.weighing import Weights, WhereUsed
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 from weighing import CLOSE, hold_optimizer, hold_random_model, hold_training, weighted_mean
 
@@ -426,28 +425,6 @@ def test_anything_but_zeros_is_found_wherever_it_is():
             other = torch.zeros(shape)
             other.view(-1)[-1] = 1e-40
             assert has_nonzero([*zeros[:k], other.to_sparse(1) if zeros[k].is_sparse else other, *zeros[k:]])
-
-
-def test_bits_of_the_ranks_that_have_used_a_parameter():
-    names = [f"{kind}.{k}" for k in range(20) for kind in "ab"]
-    where_used = WhereUsed(["a.*"], names)
-    has = [set(range(0, 40, 1 + rank)) for rank in range(3)]
-    fields = [where_used.field(own) for own in has]
-    assert {len(field) for field in fields} == {3}  # a bit for each of 20
-    agreed, weights = b"".join(fields), b"".join(map(field_of, range(3)))
-    for counts, said in (((1, 1, 1), bytes(12)), ((3, 4, 5), weights)):
-        own = {i: sum(count for count, used in zip(counts, has, strict=True) if i in used) for i in range(0, 40, 2)}
-        wanted = {i: sum(counts) / count for i, count in own.items() if count < sum(counts)}
-        assert where_used.factors(agreed, said) == wanted
-    assert where_used.factors(3 * where_used.field(()), weights) == {}
-    nothing = WhereUsed(["c.*"], names)
-    assert nothing.factors(3 * nothing.field({1, 2}), weights) == {}
-
-
-def field_of(rank):
-    weights = Weights(bool)
-    weights.total, weights.is_weighed = 3.0 + rank, True
-    return weights.field(silent=False, has_gradients=True, is_manual=False)
 
 
 class Tied(nn.Module):

@@ -3,14 +3,16 @@
     python -IS warm_python.py NAME [-u] [-W error] (-c CODE | -m MODULE | SCRIPT) ARGUMENTS
 
 asks the server of this name for a fork, hands it the environment, folder, streams and MPI's pipe, and ends as it does.
-The fork goes on as the main program and leaves by Python's own exit. The server is started with its name alone, imports
-what takes long, and has one thread.
+The fork goes on as the main program and leaves by Python's own exit. The server is started with its name alone, a file
+of a socket, imports what takes long, and has one thread. Who asks from a node (of ppe_ddp.testing.Nodes) gets a fork
+there.
 """
 
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 
 _HEAD = 16
@@ -24,7 +26,7 @@ def ask(name, words):
     streams = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
     request = marshal.dumps((os.getcwd(), dict(os.environ), words, streams))
     server = socket.socket(socket.AF_UNIX)
-    server.connect(f"\0{name}")
+    server.connect(name)
     socket.send_fds(server, [b"%*d" % (_HEAD, len(request))], streams)
     server.sendall(request)
     pid = int(server.recv(_HEAD))
@@ -41,7 +43,7 @@ def ask(name, words):
 def serve(name):
     """Fork for each that asks until the standard input closes; returns in each fork, with the words that it runs."""
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(f"\0{name}")  # no file, so that nothing is left of it
+    listening.bind(name)
     listening.listen(64)
     print("listening", flush=True)
     _import_what_takes_long()
@@ -53,6 +55,7 @@ def serve(name):
         asking.close()
         while _reap():
             pass
+    os.unlink(name)
     os._exit(0)
 
 
@@ -79,6 +82,20 @@ def _reap():
         return 0
 
 
+def _enter_node_of(asking):
+    """Let the forks of this process be where the one is that asks."""
+    import ctypes
+
+    own, kinds = os.getpid(), ("ipc", "uts", "net", "pid", "mnt")  # the last hides the others
+    pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[0]
+    paths = [(f"/proc/{own}/ns/{kind}", f"/proc/{pid}/ns/{kind}") for kind in kinds]
+    others = [os.open(there, os.O_RDONLY) for here, there in paths if not os.path.samefile(here, there)]
+    for descriptor in others:
+        if ctypes.CDLL(None).setns(descriptor, 0) != 0:
+            raise OSError("it cannot be entered")
+        os.close(descriptor)
+
+
 def _fork_for(asking):
     """Returns in the program's process; this one tells of its end, and ends it with the one that has asked."""
     import marshal
@@ -88,14 +105,15 @@ def _fork_for(asking):
     while len(request) < int(head):
         request += asking.recv(int(head) - len(request))
     folder, environment, words, streams = marshal.loads(request)
+    _enter_node_of(asking)
     pid = os.fork()
     if pid == 0:
+        asking.send(b"%*d" % (_HEAD, os.getpid()))  # as it is called there
         asking.close()
         _take_over(folder, environment, descriptors, streams)
         return words
     for descriptor in [0, 1, 2, *descriptors]:
         os.close(descriptor)
-    asking.send(b"%*d" % (_HEAD, pid))
     program = os.pidfd_open(pid)
     if program not in select.select([program, asking], [], [])[0]:
         signal.pidfd_send_signal(program, signal.SIGKILL)
