@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
-from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import (
+    Checkpointer,
+    DisagreementError,
+    DistributedOptimizer,
+    NonFiniteGradientError,
+    PeerAbortedError,
+    average,
+)
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -342,6 +349,42 @@ def test_a_data_parallel_peer_aborts_while_layers_communicate_in_backward(kind, 
         with pytest.raises(PeerAbortedError, match="cannot go on"):
             finalize_model_grads([model])
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("culprit", ["its reduce function", "its check for NaN"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence", "expert"])
+@on_four_ranks
+def test_who_fails_between_two_layers_goes_through_its_backward(kind, culprit):
+    """As the layers of another rank wait for it: its error comes out of its backward when that is over."""
+    groups, group = parallel_groups(kind)
+    rank, fails = dist.get_rank(), False
+
+    def failing(bucket, group):
+        if fails and culprit == "its reduce function":
+            raise Boom
+        return average(bucket, group)
+
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=40, check_for_nan_in_grad=True)
+    module = Toy(split_of(kind, group))
+    model = DistributedDataParallel(None, config, module, groups=groups, reduce_function=failing)
+    module.norm.weight.register_hook(lambda g: g * float("nan") if fails and culprit != "its reduce function" else None)
+    own = Boom if culprit == "its reduce function" else NonFiniteGradientError
+    for step in range(4):
+        fails = rank == 1 and step % 2 == 1
+        model.zero_grad_buffer()
+        x, y = words(step, dist.get_rank(groups.data), 0)
+        loss = loss_of(model(x), y)
+        told = []
+        for call in (loss.backward, lambda: finalize_model_grads([model])):
+            try:
+                call()
+            except (Boom, PeerAbortedError, NonFiniteGradientError) as error:
+                told.append(error)
+        if step % 2 == 0:
+            assert not told
+            hold(model, reference_gradients(step, dist.get_world_size(groups.data), 1), sharded=False)
+        else:  # in backward, or behind it where the mask has come late
+            assert isinstance(told[0], own) if rank == 1 else told
 
 
 @on_two_ranks
