@@ -416,14 +416,15 @@ class Boom(Exception):
     """What one rank alone raises."""
 
 
-def split_model(sharded=True, **options):
+def split_model(sharded=True, groups=None, **options):
     """A copy of one layer on two data-parallel and two tensor-parallel ranks, its optimizer, and what SGD wraps."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if groups is None:
+        groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     torch.manual_seed(0)
     module = nn.Linear(4, 2)
     module.weight.tensor_model_parallel = False
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded)
-    model = DistributedDataParallel(None, config, module, groups=ParallelGroups.from_mesh(mesh), **options)
+    model = DistributedDataParallel(None, config, module, groups=groups, **options)
     inner = torch.optim.SGD(module.parameters(), 0.1)
     return model, DistributedOptimizer(inner, model) if sharded else inner, inner
 
@@ -458,6 +459,21 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
         handle.remove()
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
+    assert outcome_of(model, optimizer.step) == ""
+
+
+@on_four_ranks
+def test_who_raises_in_an_optimizers_step_says_nothing_of_another_model():
+    model, optimizer, inner = split_model()
+    other, of_other, _ = split_model(groups=model.groups)
+    assert outcome_of(model, optimizer.step) == ""
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    outcome_of(model, optimizer.step)
+    if handle is not None:
+        handle.remove()
+    assert outcome_of(other, of_other.step) == ""
+    assert "has failed on rank 1 since the last step" in outcome_of(model, optimizer.step)
+    assert outcome_of(other, of_other.step) == ""
     assert outcome_of(model, optimizer.step) == ""
 
 

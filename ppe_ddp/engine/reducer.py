@@ -192,7 +192,7 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
-            if Weights.were_used and self._arrivals.reached():
+            if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
@@ -363,7 +363,7 @@ class Reducer(Generic[C]):
         if backward.met is not None:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
-            self.synchronizer.weights.remember()
+            self.synchronizer.weights.remember(has_failed=True)
             self._backward = None  # which the error, if somebody keeps it, would keep
             if not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
                 raise backward.met
@@ -402,7 +402,7 @@ class Reducer(Generic[C]):
             finally:
                 # Before a mask has told of what is in .grad, the user may have dropped what was weighed before.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
-                    self.synchronizer.weights.remember()
+                    self.synchronizer.weights.remember(has_failed=True)
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
@@ -526,6 +526,7 @@ class Reducer(Generic[C]):
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
         with self._lock:
             self._forget_failed()
+            self.synchronizer.weights.give_up()
             if self._started is not None and self._started.is_done:  # with its averages, as on the others
                 self._started = None
                 self.synchronizer.knows_of_failure = True  # one that calls this again gives nothing else up
