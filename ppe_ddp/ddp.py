@@ -306,7 +306,15 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         Args:
             apart: False synchronizes backwards again. Parameters are still not compared.
+
+        Raises:
+            UnusableError: ``ppe_ddp.elastic`` trains the wrapper.
         """
+        if apart and self._reducer is not None and self._reducer.synchronizer.commits is not None:
+            raise UnusableError(
+                "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
+                "do not work with it"
+            )
         if apart != self._is_apart:
             self._hooks.comm_state.clear()
         self.require_backward_grad_sync, self._is_apart = not apart, apart
@@ -376,6 +384,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)
+            self._reducer.synchronizer.weights.settle()
 
     # ------------------------------------------------------------------ hooks and compressors
 

@@ -202,24 +202,31 @@ class Weights:
         """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet.
 
         Where that ``has_failed``, and there are none, nobody sees whether the user drops the step: another backward
-        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again.
+        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again. So it is in other wrappers.
         """
+        if has_failed:
+            self._note_failure()
         if not self.is_weighed:
             return
         gradients = self._gradients()
-        self._is_dropped = has_failed and not gradients
         # If one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
         is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
         self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
 
+    @classmethod
+    def _note_failure(cls) -> None:
+        for weights in list(cls._all):
+            weights._is_dropped = weights.is_weighed and not weights._gradients()
+
     def give_up(self) -> None:
         """The step is given up: what was weighed counts for the gradients there are, if any."""
-        if self.is_weighed and not self._gradients():
+        self._note_failure()
+        if self._is_dropped:
             self.settle()
 
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
-        self.total, self.is_weighed, self.is_nothing = 0.0, False, False
+        self.total, self.is_weighed, self.is_nothing, self._is_dropped = 0.0, False, False, False
 
     def are_zeros(self) -> bool:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""

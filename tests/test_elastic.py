@@ -22,6 +22,7 @@ import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
+from ppe_ddp.compression import LocalSGD
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.training import _QuorumStore, steps_after
 from rank_tests import long
@@ -243,6 +244,18 @@ def test_a_distributed_optimizer_is_refused(lone):
     optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, model, lr=0.1)
     with pytest.raises(TypeError, match="'optimizer' is a DistributedOptimizer"):
         elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_outer_steps_are_refused(lone, is_first):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not is_first:
+        elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+    with pytest.raises(ppe_ddp.UnusableError, match="LocalSGD"):
+        LocalSGD(model, optimizer, every=2)
+        elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+    assert model.require_backward_grad_sync != is_first  # LocalSGD is refused before it changes anything
 
 
 def test_what_is_missing_is_said(monkeypatch):

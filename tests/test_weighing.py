@@ -344,6 +344,36 @@ def test_samples_that_use_no_parameter_do_not_count_when_their_step_was_dropped(
 
 
 @on_two_ranks
+def test_samples_that_use_no_parameter_do_not_count_when_their_step_was_dropped_for_another_wrapper():
+    first, second = (DistributedDataParallel(seeded(Skippable)) for _ in range(2))
+    rank = dist.get_rank()
+    for _ in range(2):
+        for wrapper in (first, second):
+            wrapper.zero_grad()
+        with second.no_sync():
+            weighed_ones(second, 3, skips=rank == 1).backward()
+        handle = first.module.layer.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError if rank == 0 else PeerAbortedError):
+            weighed_ones(first, 1, skips=rank == 1).backward()
+        handle.remove()
+        torch.optim.SGD(second.parameters(), 0.1).zero_grad()
+        weighed_ones(second, 1, skips=rank == 0).backward()
+        assert_gradients(second.module, {"layer.weight": torch.full((1, 4), 1 / 2)})
+
+
+@on_two_ranks
+def test_zero_grad_of_the_wrapper_drops_samples_that_use_no_parameter():
+    wrapper, rank = DistributedDataParallel(seeded(Skippable)), dist.get_rank()
+    for set_to_none in (True, False, True):
+        with wrapper.no_sync():
+            weighed_ones(wrapper, 3, skips=rank == 1).backward()
+        wrapper.zero_grad(set_to_none)
+        weighed_ones(wrapper, 1, skips=rank == 0).backward()
+        assert_gradients(wrapper.module, {"layer.weight": torch.full((1, 4), 1 / 2)})
+        wrapper.zero_grad(set_to_none)
+
+
+@on_two_ranks
 def test_samples_that_use_no_parameter_count_when_their_step_is_taken_again():
     rank, fails = dist.get_rank(), [True]
 
