@@ -202,7 +202,7 @@ class Weights:
         """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet.
 
         Where that ``has_failed``, and there are none, nobody sees whether the user drops the step: another backward
-        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again. So it is in other wrappers.
+        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again. So do other wrappers.
         """
         if has_failed:
             self._note_failure()

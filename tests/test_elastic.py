@@ -246,16 +246,17 @@ def test_a_distributed_optimizer_is_refused(lone):
         elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_outer_steps_are_refused(lone, is_first):
-    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not is_first:
-        elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
-    with pytest.raises(ppe_ddp.UnusableError, match="LocalSGD"):
-        LocalSGD(model, optimizer, every=2)
-        elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
-    assert model.require_backward_grad_sync != is_first  # LocalSGD is refused before it changes anything
+def test_outer_steps_are_refused(lone):
+    parts = [ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)) for _ in range(2)]
+    apart, elastically = parts
+    LocalSGD(apart, torch.optim.SGD(apart.parameters(), lr=0.1), every=2)
+    with pytest.raises(ppe_ddp.UnusableError, match="not synchronized .LocalSGD"):
+        elastic.ElasticTraining(lone, {"model": apart})
+    elastic.ElasticTraining(lone, {"model": elastically})
+    optimizer = torch.optim.SGD(elastically.parameters(), lr=0.1)
+    with pytest.raises(ppe_ddp.UnusableError, match=r"ppe_ddp\.elastic takes a synchronized backward again"):
+        LocalSGD(elastically, optimizer, every=2)
+    assert elastically.require_backward_grad_sync
 
 
 def test_what_is_missing_is_said(monkeypatch):

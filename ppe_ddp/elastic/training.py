@@ -195,7 +195,7 @@ class ElasticTraining:
             )
         if self._model._is_apart:
             raise UnusableError(
-                "the wrapper's backwards are not synchronized (LocalSGD, DiLoCo or train_apart()): what this takes again "
+                "the wrapper's backwards are not synchronized (LocalSGD, DiLoCo or train_apart()): what is taken again "
                 "after a death is a synchronized backward, and an outer step would be lost"
             )
         self._memory = self._model._hooks.comm_state
