@@ -31,7 +31,7 @@ from ppe_ddp.joining import DdpJoinHook
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
-from ppe_ddp.nested_tensors import Inputs, tensors_in
+from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
 from ppe_ddp.torch_internals import call_uncompiled, is_in_join
 
@@ -268,7 +268,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def _leave(self, outputs: Any) -> Any:
         if self._reducer is not None and torch.is_grad_enabled():
-            self._reducer.watch(tensors_in(outputs), is_training=self.training)
+            outputs = self._reducer.watch(outputs, is_training=self.training)
         if EventLog.current is not None:
             EventLog.current.end("forward", self, type(self.module).__name__)
         return outputs
@@ -306,7 +306,15 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         Args:
             apart: False synchronizes backwards again. Parameters are still not compared.
+
+        Raises:
+            UnusableError: ``ppe_ddp.elastic`` trains the wrapper.
         """
+        if apart and self._reducer is not None and self._reducer.synchronizer.commits is not None:
+            raise UnusableError(
+                "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
+                "do not work with it"
+            )
         if apart != self._is_apart:
             self._hooks.comm_state.clear()
         self.require_backward_grad_sync, self._is_apart = not apart, apart
@@ -376,6 +384,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)
+            self._reducer.synchronizer.weights.settle()
 
     # ------------------------------------------------------------------ hooks and compressors
 

@@ -137,6 +137,7 @@ class Weights:
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: _Versions = []  # None where no comparison is needed
+        self._is_dropped = False  # whether a step has failed, and left no gradient that could be dropped
         self._task = -1
         self._is_used = False
         self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
@@ -171,9 +172,9 @@ class Weights:
                 "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
                 "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
             )
-        if not has_gradients and self._left != versions:
+        if not has_gradients and (self._is_dropped or self._left != versions):
             self.settle()  # the user has dropped what was weighed before
-        self._left = None
+        self._left, self._is_dropped = None, False
         if not is_synchronized:
             at_end_of_backward(self.remember)
         self._counted.update(behind)
@@ -197,8 +198,14 @@ class Weights:
         parameters = self.parameters if but is None else [p for i, p in enumerate(self.parameters) if i != but]
         return list(filter(EXISTS, map(GRADIENT, parameters)))
 
-    def remember(self) -> None:
-        """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet."""
+    def remember(self, *, has_failed: bool = False) -> None:
+        """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet.
+
+        Where that ``has_failed``, and there are none, nobody sees whether the user drops the step: another backward
+        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again. So do other wrappers.
+        """
+        if has_failed:
+            self._note_failure()
         if not self.is_weighed:
             return
         gradients = self._gradients()
@@ -206,9 +213,20 @@ class Weights:
         is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
         self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
 
+    @classmethod
+    def _note_failure(cls) -> None:
+        for weights in list(cls._all):
+            weights._is_dropped = weights.is_weighed and not weights._gradients()
+
+    def give_up(self) -> None:
+        """The step is given up: what was weighed counts for the gradients there are, if any."""
+        self._note_failure()
+        if self._is_dropped:
+            self.settle()
+
     def settle(self) -> None:
         """The gradients were synchronized, or are gone."""
-        self.total, self.is_weighed, self.is_nothing = 0.0, False, False
+        self.total, self.is_weighed, self.is_nothing, self._is_dropped = 0.0, False, False, False
 
     def are_zeros(self) -> bool:
         """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""

@@ -22,6 +22,7 @@ import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
+from ppe_ddp.compression import LocalSGD
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.training import _QuorumStore, steps_after
 from rank_tests import long
@@ -243,6 +244,19 @@ def test_a_distributed_optimizer_is_refused(lone):
     optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, model, lr=0.1)
     with pytest.raises(TypeError, match="'optimizer' is a DistributedOptimizer"):
         elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+
+
+def test_outer_steps_are_refused(lone):
+    parts = [ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)) for _ in range(2)]
+    apart, elastically = parts
+    LocalSGD(apart, torch.optim.SGD(apart.parameters(), lr=0.1), every=2)
+    with pytest.raises(ppe_ddp.UnusableError, match="are not synchronized"):
+        elastic.ElasticTraining(lone, {"model": apart})
+    elastic.ElasticTraining(lone, {"model": elastically})
+    optimizer = torch.optim.SGD(elastically.parameters(), lr=0.1)
+    with pytest.raises(ppe_ddp.UnusableError, match=r"ppe_ddp\.elastic takes a synchronized backward again"):
+        LocalSGD(elastically, optimizer, every=2)
+    assert elastically.require_backward_grad_sync
 
 
 def test_what_is_missing_is_said(monkeypatch):

@@ -94,6 +94,40 @@ def test_outputs_without_gradients_are_the_same_objects_and_start_nothing():
     assert wrapper(x) is x
 
 
+class Skippable(nn.Module):
+    """A layer that is left out on request: then the output is the input itself, and no parameter is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, *, skips):
+        return {"x": [x if skips else self.layer(x)]}
+
+
+@each_variant
+@on_two_ranks
+def test_an_input_that_is_passed_on_starts_a_backward(options):
+    """It is a leaf, the same in each step; on the other rank there is a layer behind it, or on none."""
+    x = data(4, 3).requires_grad_()
+
+    def step(model, rank, number):
+        own = x if model is wrapper else data(4, 3, rank=rank)
+        (model(own.requires_grad_(), skips=rank == 1 or number == 2)["x"][0] ** 2).sum().backward()
+
+    wrapper = DistributedDataParallel(seeded(Skippable), **options)
+    for number in range(5):
+        wrapper.zero_grad()
+        x.grad = None
+        expected = mean_gradients(wrapper.module, lambda model, rank, number=number: step(model, rank, number))
+        step(wrapper, dist.get_rank(), number)
+        skips = number == 2 or dist.get_rank() == 1
+        assert_gradients(wrapper.module, expected)
+        if skips:
+            assert torch.equal(x.grad, 2 * x)
+    assert wrapper.trace().agreed
+
+
 @each_variant
 @on_two_ranks
 def test_one_output_of_several_changed_in_place(options):

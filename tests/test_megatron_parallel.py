@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
-from ppe_ddp import Checkpointer, DisagreementError, DistributedOptimizer, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import (
+    Checkpointer,
+    DisagreementError,
+    DistributedOptimizer,
+    NonFiniteGradientError,
+    PeerAbortedError,
+    average,
+)
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -344,6 +351,42 @@ def test_a_data_parallel_peer_aborts_while_layers_communicate_in_backward(kind, 
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("culprit", ["its reduce function", "its check for NaN"])
+@pytest.mark.parametrize("kind", ["tensor", "sequence", "expert"])
+@on_four_ranks
+def test_who_fails_between_two_layers_goes_through_its_backward(kind, culprit):
+    """As the layers of another rank wait for it: its error comes out of its backward when that is over."""
+    groups, group = parallel_groups(kind)
+    rank, fails = dist.get_rank(), False
+
+    def failing(bucket, group):
+        if fails and culprit == "its reduce function":
+            raise Boom
+        return average(bucket, group)
+
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=40, check_for_nan_in_grad=True)
+    module = Toy(split_of(kind, group))
+    model = DistributedDataParallel(None, config, module, groups=groups, reduce_function=failing)
+    module.norm.weight.register_hook(lambda g: g * float("nan") if fails and culprit != "its reduce function" else None)
+    own = Boom if culprit == "its reduce function" else NonFiniteGradientError
+    for step in range(4):
+        fails = rank == 1 and step % 2 == 1
+        model.zero_grad_buffer()
+        x, y = words(step, dist.get_rank(groups.data), 0)
+        loss = loss_of(model(x), y)
+        told = []
+        for call in (loss.backward, lambda: finalize_model_grads([model])):
+            try:
+                call()
+            except (Boom, PeerAbortedError, NonFiniteGradientError) as error:
+                told.append(error)
+        if step % 2 == 0:
+            assert not told
+            hold(model, reference_gradients(step, dist.get_world_size(groups.data), 1), sharded=False)
+        else:  # in backward, or behind it where the mask has come late
+            assert isinstance(told[0], own) if rank == 1 else told
+
+
 @on_two_ranks
 def test_who_is_interrupted_when_all_have_come_is_told_of_at_the_next_sum():
     said, logger = io.StringIO(), logging.getLogger("ppe_ddp")
@@ -373,14 +416,15 @@ class Boom(Exception):
     """What one rank alone raises."""
 
 
-def split_model(sharded=True, **options):
+def split_model(sharded=True, groups=None, **options):
     """A copy of one layer on two data-parallel and two tensor-parallel ranks, its optimizer, and what SGD wraps."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if groups is None:
+        groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     torch.manual_seed(0)
     module = nn.Linear(4, 2)
     module.weight.tensor_model_parallel = False
     config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded)
-    model = DistributedDataParallel(None, config, module, groups=ParallelGroups.from_mesh(mesh), **options)
+    model = DistributedDataParallel(None, config, module, groups=groups, **options)
     inner = torch.optim.SGD(module.parameters(), 0.1)
     return model, DistributedOptimizer(inner, model) if sharded else inner, inner
 
@@ -415,6 +459,21 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
         handle.remove()
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
+    assert outcome_of(model, optimizer.step) == ""
+
+
+@on_four_ranks
+def test_who_raises_in_an_optimizers_step_says_nothing_of_another_model():
+    model, optimizer, inner = split_model()
+    other, of_other, _ = split_model(groups=model.groups)
+    assert outcome_of(model, optimizer.step) == ""
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    outcome_of(model, optimizer.step)
+    if handle is not None:
+        handle.remove()
+    assert outcome_of(other, of_other.step) == ""
+    assert "has failed on rank 1 since the last step" in outcome_of(model, optimizer.step)
+    assert outcome_of(other, of_other.step) == ""
     assert outcome_of(model, optimizer.step) == ""
 
 

@@ -291,6 +291,105 @@ def test_a_step_that_is_taken_again_has_the_weights_of_the_first_time():
     assert_gradients(module, want)
 
 
+class Skippable(nn.Module):
+    """A layer that is left out on request: a backward comes to the wrapper, and to no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1, bias=False)
+
+    def forward(self, x, *, skips=False):
+        return x.sum(1, keepdim=True) * 1.0 if skips else self.layer(x)
+
+
+def weighed_ones(wrapper, count, *, skips=False):
+    """The gradient of each weight is the share of the samples that were not skipped."""
+    return weigh(wrapper(torch.ones(count, 4).requires_grad_(), skips=skips).mean(), count)
+
+
+@on_two_ranks
+def test_a_micro_batch_that_uses_no_parameter_counts():
+    wrapper, rank = DistributedDataParallel(seeded(Skippable)), dist.get_rank()
+    for _ in range(3):
+        wrapper.zero_grad()
+        with wrapper.no_sync():
+            weighed_ones(wrapper, 3 if rank else 1, skips=rank == 1).backward()
+        weighed_ones(wrapper, 1).backward()
+        assert_gradients(wrapper.module, {"layer.weight": torch.full((1, 4), 3 / 6)})
+
+
+@pytest.mark.parametrize("drops", ["another rank", "by hand", "by hand in no_sync"])
+@on_two_ranks
+def test_samples_that_use_no_parameter_do_not_count_when_their_step_was_dropped(drops):
+    """There is no gradient that could be dropped with them."""
+    wrapper, rank = DistributedDataParallel(seeded(Skippable)), dist.get_rank()
+    for _ in range(2):
+        wrapper.zero_grad()
+        if rank == 1 and drops == "by hand in no_sync":
+            with wrapper.no_sync():
+                weighed_ones(wrapper, 3, skips=True).backward()
+        if rank == 1 and drops != "another rank":
+            wrapper.abort_grad_sync()
+        else:
+            loss = weighed_ones(wrapper, 3, skips=rank == 1)
+            handle = wrapper.module.layer.weight.register_hook(lambda _: 1 / 0) if drops == "another rank" else None
+            with pytest.raises(PeerAbortedError if drops != "another rank" or rank else ZeroDivisionError):
+                loss.backward()
+            if handle is not None:
+                handle.remove()
+        wrapper.zero_grad()
+        weighed_ones(wrapper, 1, skips=rank == 0).backward()
+        assert_gradients(wrapper.module, {"layer.weight": torch.full((1, 4), 1 / 2)})
+
+
+@on_two_ranks
+def test_samples_that_use_no_parameter_do_not_count_when_their_step_was_dropped_for_another_wrapper():
+    first, second = (DistributedDataParallel(seeded(Skippable)) for _ in range(2))
+    rank = dist.get_rank()
+    for _ in range(2):
+        for wrapper in (first, second):
+            wrapper.zero_grad()
+        with second.no_sync():
+            weighed_ones(second, 3, skips=rank == 1).backward()
+        handle = first.module.layer.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError if rank == 0 else PeerAbortedError):
+            weighed_ones(first, 1, skips=rank == 1).backward()
+        handle.remove()
+        torch.optim.SGD(second.parameters(), 0.1).zero_grad()
+        weighed_ones(second, 1, skips=rank == 0).backward()
+        assert_gradients(second.module, {"layer.weight": torch.full((1, 4), 1 / 2)})
+
+
+@on_two_ranks
+def test_zero_grad_of_the_wrapper_drops_samples_that_use_no_parameter():
+    wrapper, rank = DistributedDataParallel(seeded(Skippable)), dist.get_rank()
+    for set_to_none in (True, False, True):
+        with wrapper.no_sync():
+            weighed_ones(wrapper, 3, skips=rank == 1).backward()
+        wrapper.zero_grad(set_to_none)
+        weighed_ones(wrapper, 1, skips=rank == 0).backward()
+        assert_gradients(wrapper.module, {"layer.weight": torch.full((1, 4), 1 / 2)})
+        wrapper.zero_grad(set_to_none)
+
+
+@on_two_ranks
+def test_samples_that_use_no_parameter_count_when_their_step_is_taken_again():
+    rank, fails = dist.get_rank(), [True]
+
+    def mean(bucket, group):
+        if not rank and fails:
+            fails.pop()
+            raise MemoryError
+        dist.all_reduce(bucket.buffer(), group=group)
+        bucket.buffer().div_(2)
+
+    wrapper = DistributedDataParallel(seeded(Skippable), reduce_function=mean)
+    with pytest.raises(PeerAbortedError if rank else MemoryError):
+        weighed_ones(wrapper, 3 if rank else 1, skips=rank == 1).backward()
+    wrapper.finish_grad_sync()
+    assert_gradients(wrapper.module, {"layer.weight": torch.full((1, 4), 1 / 4)})
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @on_two_ranks
 def test_a_wrapper_inside_a_checkpoint(use_reentrant):

@@ -171,6 +171,7 @@ class ElasticTraining:
 
     Raises:
         TypeError: A part is a ``DistributedOptimizer``: its shards would be lost with the rank that has them.
+        UnusableError: The wrapper's ranks train apart, as under ``LocalSGD`` and ``DiLoCo``.
     """
 
     def __init__(
@@ -191,6 +192,11 @@ class ElasticTraining:
         if self._model.process_group is not default_group():
             raise ValueError(
                 "the wrapper must be one of the default group (process_group=None), which follows those alive"
+            )
+        if self._model._is_apart:
+            raise UnusableError(
+                "the wrapper's backwards are not synchronized (LocalSGD, DiLoCo or train_apart()): what is taken again "
+                "after a death is a synchronized backward, and an outer step would be lost"
             )
         self._memory = self._model._hooks.comm_state
         assert self._model._reducer is not None  # the membership has made a group

@@ -105,7 +105,7 @@ class Backward:
         self.arrivals: list[int] = []  # parameters in the order in which their gradients arrived
         self.dropped = 0  # how many forwards of this rank had no backward so far (``grad_hooks.py``)
         self.alive = alive  # returns None once the graph task is gone
-        self.met: Exception | None = None  # the error of another rank, to be raised when this backward is over
+        self.met: Exception | None = None  # an error, to be raised when this backward is over
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
         # The synchronizer tells these.
         self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group

@@ -33,11 +33,12 @@ from ppe_ddp.errors import (
     TorchChangedError,
     UnusableError,
 )
+from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd, uncompiled_hook
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -165,9 +166,24 @@ class Reducer(Generic[C]):
         self.shared.use()
         self._user_grad_hooks.defer()
 
-    def watch(self, outputs: Iterable[Tensor], *, is_training: bool) -> None:
-        """Begin a backward when it reaches any of ``outputs``, those of one forward of the module."""
-        self._forwards.watch(outputs, self._on_output_gradient, counts=is_training and self.enabled)
+    def watch(self, outputs: Any, *, is_training: bool) -> Any:
+        """Begin a backward when it reaches any tensor in ``outputs``, those of one forward of the module.
+
+        Returns:
+            What to return in their place.
+        """
+        if self._parameters:
+            outputs = mapped(self._with_node, outputs)
+        self._forwards.watch(tensors_in(outputs), self._on_output_gradient, counts=is_training and self.enabled)
+        return outputs
+
+    def _with_node(self, output: Tensor) -> Tensor:
+        """An output that a backward can be noticed at: for a leaf, such as an input that is passed on, a view of it.
+
+        A parameter of the module's has a hook of its own.
+        """
+        is_leaf = output.requires_grad and output.grad_fn is None
+        return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
 
     def _on_output_gradient(self) -> None:
         if self.enabled:
@@ -176,7 +192,7 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
-            if Weights.were_used and self._arrivals.reached():
+            if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
             if EventLog.current is not None and self._recorded() is None:
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
@@ -347,8 +363,9 @@ class Reducer(Generic[C]):
         if backward.met is not None:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
-            self.synchronizer.weights.remember()
-            if not self.synchronizer.tells_later:
+            self.synchronizer.weights.remember(has_failed=True)
+            self._backward = None  # which the error, if somebody keeps it, would keep
+            if not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
                 raise backward.met
             return
         if backward is self._backward and backward.phase is not Phase.FAILED:
@@ -385,7 +402,7 @@ class Reducer(Generic[C]):
             finally:
                 # Before a mask has told of what is in .grad, the user may have dropped what was weighed before.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
-                    self.synchronizer.weights.remember()
+                    self.synchronizer.weights.remember(has_failed=True)
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
@@ -500,15 +517,16 @@ class Reducer(Generic[C]):
             raise instead from error
 
     def _can_wait(self, error: BaseException) -> TypeGuard[Exception]:
-        """Whether ``error`` comes from another rank, and this one has to come to the end of its backward first."""
+        """Whether this rank has to come to the end of its backward first, as layers of another rank may wait for it."""
         if self.synchronizer.commits is not None:
             return isinstance(error, PeerAbortedError | CommunicationError)
-        return self.synchronizer.is_split and isinstance(error, PeerAbortedError)
+        return self.synchronizer.is_split and isinstance(error, Exception)
 
     def abort(self, reason: str) -> None:
         """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
         with self._lock:
             self._forget_failed()
+            self.synchronizer.weights.give_up()
             if self._started is not None and self._started.is_done:  # with its averages, as on the others
                 self._started = None
                 self.synchronizer.knows_of_failure = True  # one that calls this again gives nothing else up

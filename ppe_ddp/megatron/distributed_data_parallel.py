@@ -25,7 +25,6 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
 from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
-from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
@@ -194,8 +193,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Call the wrapped module."""
         self._enter()
         outputs = super().forward(*inputs, **kwargs)
-        self._leave(outputs)
-        return outputs
+        return self._leave(outputs)
 
     @uncompiled
     def _enter(self) -> None:
@@ -205,11 +203,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
             self._ready().synchronizer.begin_step()
 
     @uncompiled
-    def _leave(self, outputs: Any) -> None:
+    def _leave(self, outputs: Any) -> Any:
         if torch.is_grad_enabled():
-            self._reducer.watch(tensors_in(outputs), is_training=self.training)
+            outputs = self._reducer.watch(outputs, is_training=self.training)
         if EventLog.current is not None:
             EventLog.current.end("forward", self, type(self.module).__name__)
+        return outputs
 
     def _ready(self) -> Reducer[BufferSynchronizer]:
         """The engine, after it has cleared away what an aborted backward has left."""

@@ -122,7 +122,8 @@ def finalize_model_grads(
             "position_embedding": _of_ends(chunks, config, position_embedding, parallel),
         }
         sums = num_tokens is not None or getattr(config, "moe_router_enable_expert_bias", False)
-        parallel.agree({name: [one.described() for one in shared] for name, shared in plan.items()}, sums=sums)
+        described = {name: [one.described() for one in shared] for name, shared in plan.items()}
+        parallel.agree(described, [chunk.gradient_buffers.model_parallel for chunk in chunks], sums=sums)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:

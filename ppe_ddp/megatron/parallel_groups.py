@@ -215,7 +215,7 @@ class CopiesOfParameters(Copies):
 
     def note_failed_update(self) -> None:
         if self.is_split:  # else the next step gathers what was left out
-            self._parallel.note_failed_update(has_failed=True)
+            self._parallel.has_failed_update = True
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` adds to the norm on this rank.
@@ -243,10 +243,9 @@ def _rank(group: ProcessGroup | None) -> int:
 
 
 class _Kept:
-    """What all wrappers over one process group share, one after another: its duplicate, and what it has to tell."""
+    """What all wrappers over one process group share, one after another."""
 
     groups: Groups | None = None
-    has_failed_update = False
     clippings = 0  # since the backward
     is_finalized = False  # steps are counted by finalize_model_grads(), and clipping belongs to the step before it
 
@@ -263,6 +262,9 @@ class ModelParallel:
 
     Groups of one rank are left out. Where the model is split, the data-parallel group is among them: one after another
     they join all ranks of the job, so that all know of a rank that drops the step.
+
+    Attributes:
+        has_failed_update: Whether :meth:`agree` is to tell all ranks of a step of an optimizer of this wrapper's.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
@@ -279,6 +281,7 @@ class ModelParallel:
         self._has_come = False  # to connect again, in this call
         self._agreed: DisagreementError | None = None  # what all ranks raise
         self._sums = False  # whether any rank sums anything in this step
+        self.has_failed_update = False
 
     @property
     def tells_all(self) -> bool:
@@ -332,18 +335,18 @@ class ModelParallel:
         start = partial(dist.all_reduce, tensor, op, group=groups.buckets, async_op=True)
         self.communicate(groups, start, tensor.device)
 
-    def agree(self, described: Mapping[str, Sequence[str]], *, sums: bool) -> None:
+    def agree(self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool) -> None:
         """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
 
         Connects again first, where a failure has closed the groups. The wrappers have done so by then, in whatever
         order the ranks came to their own. ``described`` has what is sent in which group, a line each; ``sums`` tells
-        whether anything else is.
+        whether anything else is. ``of_chunks`` are those of the model's chunks.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
         """
         self.renew()
-        failed = dist.get_rank() if any(kept.has_failed_update for kept in self._kept.values()) else -1
+        failed = dist.get_rank() if any(one.has_failed_update for one in of_chunks) else -1
         self._sums = sums or any(described.values())
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]
@@ -357,7 +360,8 @@ class ModelParallel:
             groups.note(Activity.BUCKET)  # all have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])
-        self.note_failed_update(has_failed=False)  # all are told
+        for one in of_chunks:  # all are told
+            one.has_failed_update = False
         if failed >= 0:
             self._agreed = DisagreementError(
                 f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "
@@ -372,11 +376,6 @@ class ModelParallel:
             word = torch.zeros(1)
             start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
             self.communicate(groups, start, word.device)
-
-    def note_failed_update(self, *, has_failed: bool) -> None:
-        """Whether the next :meth:`agree`, of any chunk of the model, tells all ranks of an optimizer's step."""
-        for kept in self._kept.values():
-            kept.has_failed_update = has_failed
 
     def _vote(self, groups: Groups, extremes: Tensor) -> None:
         """Find the maxima over the ranks; once more, with new connections, if a rank had failed after the last step."""

@@ -182,7 +182,8 @@ class FlatStep:
         return all(flat.is_intact() for _, flats in self._flats or () for flat in flats)
 
     def _made(self, group: dict[str, Any], weights: Iterable[Tensor]) -> list[FlatShards]:
-        if group.get("differentiable"):
+        # Fused, torch makes one call for all weights, and rounds the last elements of each in another way.
+        if group.get("differentiable") or group.get("fused"):
             return []
         state = self._optimizer.state
         alike: dict[Any, list[Tensor]] = {}
