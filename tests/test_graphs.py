@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from one_process import check, data, seeded
+from one_process import assert_gradients, check, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_two_ranks
 
