@@ -49,6 +49,7 @@ class CommState:
         self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
         self._steps = 0
         self._offset: int | None = None
+        self._nodes: list[list[int]] = []  # the ranks on each, where those of several nodes share memory
 
     def of(self, name: str) -> dict[str, Any]:
         """The memory of the parameter ``name``: always the same dict, to be changed in place."""
@@ -130,6 +131,7 @@ class CommState:
         hierarchy = hierarchy_of(groups.buckets)
         if hierarchy is not None:
             self.owners.add(specs, hierarchy.layout.slices)
+        self._look_for_nodes(groups)
         if self._offset is None:
             self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
 
@@ -178,7 +180,7 @@ class CommState:
         self.decide()
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in self._of.items()}
         return {
-            **_identity(compressor, groups),
+            **self._identity(compressor, groups),
             "steps": self.steps(groups),
             "slices": dict(self.owners.of_names),
             "parameters": parameters,
@@ -190,7 +192,7 @@ class CommState:
         """Go on from what :meth:`state_dict` gave; refuses what is of another compressor, rank, job or module."""
         if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
-        for key, here in _identity(compressor, groups).items():
+        for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(
                     f"rank {groups.rank}: the state of communication is of {key} {state.get(key)!r}, and here it is "
@@ -209,6 +211,17 @@ class CommState:
         self.clear()
         for name, entries in state["parameters"].items():
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
+
+    def _identity(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
+        self._look_for_nodes(groups)
+        job = {"rank": groups.rank, "world_size": groups.world_size, "nodes": self._nodes}
+        return {**job, "compressor": repr(compressor)}
+
+    def _look_for_nodes(self, groups: Groups) -> None:
+        if groups.is_duplicate and groups.is_closed:
+            return  # after a failure: they are what they were
+        hierarchy = hierarchy_of(groups.buckets)
+        self._nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""
@@ -233,12 +246,6 @@ def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
         return None
     hierarchy: Hierarchy | None = getattr(backend_for(group, cpu), "hierarchy", None)
     return hierarchy
-
-
-def _identity(compressor: Compressor, groups: Groups) -> dict[str, Any]:
-    hierarchy = hierarchy_of(groups.buckets)
-    nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
-    return {"rank": groups.rank, "world_size": groups.world_size, "nodes": nodes, "compressor": repr(compressor)}
 
 
 def _copy(value: Any) -> Any:
