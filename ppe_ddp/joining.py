@@ -33,7 +33,8 @@ def _announce(groups: Groups) -> None:
 def _any_announces(groups: Groups) -> bool:
     """The other side of :func:`_announce`, on a rank that has joined; False at the end, when all have."""
     word = torch.tensor([0])
-    dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control)
+    work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
+    groups.failures.wait(work, word.device)  # a transport may not tell that another rank has failed
     return bool(word.item())
 
 
