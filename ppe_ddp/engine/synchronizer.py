@@ -16,7 +16,7 @@ import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
-from operator import and_, or_
+from operator import and_, gt, or_
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Literal
 
@@ -299,10 +299,8 @@ class BucketSynchronizer(Synchronizer):
         if any(outcome.mask):
             yield from self._repair(backward, outcome.mask)
             averaged = bytes(map(or_, averaged, outcome.mask))
-        withheld: Collection[int] = ()
         if any(outcome.missing) and not any(statuses):
             held = yield from self.negotiation.agree_held(self._held(backward))
-            withheld = {i for i, is_averaged in enumerate(averaged) if is_averaged and not held[i]}
             averaged = bytes(map(and_, averaged, held))
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
@@ -316,7 +314,7 @@ class BucketSynchronizer(Synchronizer):
         if self.commits is not None and not any(statuses):
             yield from self.commits()
         (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
-        self._hand_over(backward, averaged, outcome.users, withheld)
+        self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
         return averaged
@@ -470,11 +468,8 @@ class BucketSynchronizer(Synchronizer):
             factors |= self._where_used.factors(users, agreement.weights)
         return factors
 
-    def _hand_over(self, backward: Backward, averaged: bytes, users: bytes, withheld: Collection[int] = ()) -> None:
-        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added.
-
-        Not those of ``withheld`` gradients, which no rank has had.
-        """
+    def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
+        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
@@ -482,7 +477,8 @@ class BucketSynchronizer(Synchronizer):
             self._drop_gradients(but=() if turn is None else turn.averaged)
         if turn is not None:
             turn.averaged.update(compress(map(id, self._module_state.parameters), averaged))
-        owner = self.sharded_parameters or self.gradients
+        owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
+        withheld = set(compress(range(len(agreed)), map(gt, agreed, averaged))) if averaged != agreed else ()
         for schedule in backward.rounds:
             if backward.silent:
                 schedule.release()

@@ -91,9 +91,9 @@ MUTANTS = [
         (
             "late gradients do not count as used",
             SYNC,
-            "_vote",
-            " | backward.late.keys()",
-            "",
+            "_held",
+            "set(backward.late).union(",
+            "set().union(",
         ),
         (
             "the vote says what the mask said",
