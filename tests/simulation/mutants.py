@@ -109,7 +109,7 @@ MUTANTS = [
             "plan(answer.mask,",
             "plan(bytes(map(min, answer.mask, recorder.local)),",
         ),
-        ("arrivals that were recorded are lost", REDUCER, "_end_arrivals", "self._count_arrived(backward)", "pass"),
+        ("what no rank has had counts as zero", SYNC, "complete", "if any(outcome.missing) and", "if False and"),
         # in what order
         (
             "buckets go in another order",
@@ -147,13 +147,6 @@ MUTANTS = [
             "learn",
             "if not self._count & (self._count - 1):",
             "if arrivals and not self._count & (self._count - 1):",
-        ),
-        (
-            "a bucket that misses a gradient is never launched",
-            bucket.LaunchSchedule,
-            "launch_all",
-            "while self._gone < len(self.buckets):",
-            "while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:",
         ),
         ("one wrapper of a backward is ended", REDUCER, "_on_output_gradient", "other._begin_once()", "pass"),
         (
@@ -243,13 +236,6 @@ MUTANTS = [
         ("the last to come does not decide", rank_store.Meeting, "_decide", "compare_set(", "set("),
         ("who fails does not let others complete", failures.LostRanks, "await_completion", "_ARRIVING_SECONDS", "0.0"),
         # What was learned may survive a failure: where it differs, the digest in the masks tells.
-        (
-            "masks go over the connections of before",
-            negotiation.Negotiation,
-            "_restart",
-            "self._exchanger = MaskExchanger(self._groups)",
-            "pass",
-        ),
         ("an old report fails the next step", SYNC.__mro__[1], "postpone", "backward.restart()", "return False"),
         (
             "who raises in its backward tells nobody",
@@ -278,6 +264,13 @@ MUTANTS = [
         ),
         # join()
         ("join: a failed step ends it", JOIN, "_listen", "PeerAbortedError, Non", "Non"),
+        (
+            "join: who listens does not look for failures",
+            joining,
+            "_any_announces",
+            "groups.failures.wait(work, word.device)",
+            "work.wait()",
+        ),
         ("join: NaN ends it", JOIN, "_listen", ", NonFiniteGradientError", ""),
         ("join: who has run out does not connect again", JOIN, "_hears", "self._connect(reducer)", "pass"),
         ("join: it ends before all have their parameters", JOIN, "post_hook", "groups.await_start()", "pass"),
@@ -285,7 +278,6 @@ MUTANTS = [
         ("join: who has run out announces, too", SYNC, "start_negotiation", "and not backward.has_run_out", ""),
         ("join: parameters in common are averaged twice", completion.Turn, "_claims", "is _State.ASKED", "is None"),
         # Megatron's wrapper
-        ("main_grad is averaged twice", MEGATRON, "start_negotiation", "self.wait_for_results()", "pass"),
         # A failure that no call has told is forgotten by zero_grad_buffer(), too, which comes before the next step.
         (
             "finalizing tells of no failure of Megatron's",
@@ -295,7 +287,13 @@ MUTANTS = [
             "pass",
         ),
         ("a late gradient of Megatron's is lost", MEGATRON, "_take_results", "if any(outcome.mask):", "if False:"),
-        ("main_grad is not put back", MEGATRON, "put_back", "bucket.put_back()", "pass"),
+        (
+            "a late gradient of Megatron's is not put back",
+            MEGATRON,
+            "put_back",
+            "self.gradients.put_back(backward.late)",
+            "pass",
+        ),
         # Who raises in its backward closes the connections; that the votes tell of it takes an error before the mask,
         # which only weigh() raises in Megatron's wrapper.
         ("Megatron's ranks are not told of NaN", MEGATRON, "_collect_errors", "if NON_FINITE in of_ranks", "if False"),

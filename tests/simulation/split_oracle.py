@@ -232,7 +232,8 @@ class SplitOracle:
 
     def _check_death(self, steps):
         """Every rank that had to go on was told, at the latest in the step after."""
-        if any(step + 2 > self.program.steps for step in steps):
+        ended = [len(self.run.outcomes[rank]) for rank in self.run.scheduler.dead]  # it may have gone on for a while
+        if any(step + 2 > self.program.steps for step in (*steps, *(one + 1 for one in ended))):
             return
         for rank, outcomes in enumerate(self.run.outcomes):
             errors = [one.error for one in outcomes]
