@@ -443,12 +443,15 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
 
         Each rank has its own, to be saved beside the state of model and optimizer. Without a compressor it is that
-        order alone, which more than two ranks need to add up in the same order again. Empty without other ranks.
+        order alone, which more than two ranks need to add up in the same order again; and, where some were not
+        broadcast yet, which submodules' buffers this rank has written. Empty without other ranks.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             return {}
         state: dict[str, Any] = {"buckets": reducer.synchronizer.negotiation.order_state()}
+        if written := reducer.synchronizer.written_buffers():
+            state |= {"written": written, "apart": self._is_apart}
         if compressor is not None:
             state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups), "apart": self._is_apart}
         return state
@@ -456,14 +459,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together.
 
-        What was kept while ranks trained apart is dropped where they do not now, and the reverse: see
-        :meth:`train_apart`.
+        Load the module before. What was kept while ranks trained apart is dropped where they do not now, and the
+        reverse: see :meth:`train_apart`.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        if "compressor" in state and state.get("apart", False) != self._is_apart:
-            state = {**state, "parameters": {}}
+        if state.get("apart", False) != self._is_apart:
+            state = {**state, "parameters": {}, "written": []}
         if compressor is not None:
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
             reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)
@@ -474,6 +477,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             )
         if "buckets" in state:
             reducer.synchronizer.negotiation.load_order_state(state["buckets"])
+        reducer.synchronizer.mark_buffers(state.get("written", []))
 
     # ------------------------------------------------------------------ uneven inputs
 

@@ -1,5 +1,7 @@
 """What a checkpoint is for: to go on bit by bit, whatever has ended the job. Half of one is never taken for whole."""
 
+import contextlib
+import copy
 import io
 import itertools
 import json
@@ -23,6 +25,7 @@ from ppe_ddp import (
     DisagreementError,
     DistributedDataParallel,
     PeerAbortedError,
+    megatron,
 )
 from ppe_ddp.checkpoints import checkpoint_files
 from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
@@ -161,6 +164,110 @@ def go_on_after_a_failed_outer_step(folder, goes_on_with_outer_steps):
 
 def failing_with(reason):
     raise RuntimeError(reason)
+
+
+# --- buffers that ranks have for themselves
+
+
+class Towers(nn.Module):
+    """Two towers with running statistics, of which a forward uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+
+    def forward(self, x, used):
+        x = self.stem(x)
+        return sum((self.towers[k](x) for k in used), x)
+
+
+class TowerTraining:
+    """A training in which a rank may alone have written buffers that were not broadcast since."""
+
+    def __init__(self, folder, how):
+        torch.manual_seed(7)
+        options = {"own buffers": {"broadcast_buffers": False}, "dropped": {"check_for_nan_in_grad": "skip"}}
+        self.model = DistributedDataParallel(Towers(), **options.get(how, {}))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.parts = {"model": self.model, "optimizer": self.optimizer}
+        if how == "outer steps":
+            self.parts["outer"] = LocalSGD(self.model, self.optimizer, every=3)
+        self.checkpointer = Checkpointer(folder, self.parts)
+        self.how = how
+
+    def first_step(self, uses):
+        """A step after which buffers differ by rank, as only one has used a tower and they were not broadcast."""
+        factor = float("inf") if self.how == "dropped" else 1.0
+        with self.model.no_sync() if self.how == "accumulating" else contextlib.nullcontext():
+            self.loss(0, uses).mul(factor).backward()
+        if self.how == "accumulating":
+            self.optimizer.zero_grad()  # gradients are not saved
+        self.optimizer.step()
+
+    def loss(self, step, uses):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        self.optimizer.zero_grad()
+        return self.model(torch.randn(5, 4, generator=generator), uses[dist.get_rank()]).square().mean()
+
+    def steps(self):
+        """What there is after each of some steps, in which ranks use different towers."""
+        for step, uses in enumerate([[[], [0]], [[1], [0, 1]], [[0], [1]]], 1):
+            self.loss(step, uses).backward()
+            self.optimizer.step()
+            yield self.state()
+
+    def state(self):
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("uses", [[[0], []], [[], [1]], [[0], [0, 1]]], ids=["rank 0", "rank 1", "both"])
+@pytest.mark.parametrize("how", ["outer steps", "dropped", "accumulating", "own buffers"])
+def test_buffers_that_were_not_broadcast_go_on_from_what_each_rank_has_written(two_ranks, folder, how, uses):
+    two_ranks.run(go_on_from_own_buffers, folder, how, uses, timeout=150)
+
+
+def go_on_from_own_buffers(folder, how, uses):
+    first = TowerTraining(folder, how)
+    first.first_step(uses)
+    first.checkpointer.save(1)
+    saved = copy.deepcopy([part.state_dict() for part in first.parts.values()] + [first.model.comm_state_dict()])
+    wanted = [first.state(), *first.steps()]
+    other = TowerTraining(folder, how)
+    other.checkpointer.load()
+    by_hand = TowerTraining(folder, how)
+    for part, state in zip(by_hand.parts.values(), saved, strict=False):
+        part.load_state_dict(state)
+    by_hand.model.load_comm_state_dict(saved[-1])
+    for training in (other, by_hand):
+        for step, (ours, theirs) in enumerate(zip([training.state(), *training.steps()], wanted, strict=True)):
+            differing = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+            assert not differing, f"{step} steps after the checkpoint: {differing}"
+
+
+def test_buffers_that_are_never_broadcast_are_each_ranks_own_or_rank_0s(two_ranks, folder):
+    """Megatron's wrapper broadcasts none. Another number of ranks gets those of one rank, not a mixture."""
+    two_ranks.run(go_on_from_never_broadcast, folder, timeout=150)
+
+
+def go_on_from_never_broadcast(folder):
+    def made():
+        torch.manual_seed(7)
+        return megatron.DistributedDataParallel(None, megatron.DistributedDataParallelConfig(), Towers())
+
+    model = made()
+    for used in [[0], [0, 1]][: 1 + dist.get_rank()]:
+        model(torch.randn(5, 4) + dist.get_rank(), used)
+    Checkpointer(folder, {"model": model}).save(1)
+    everyone = of_all_ranks({name: value.clone() for name, value in model.state_dict().items()})
+    assert not torch.equal(*(state["towers.0.1.running_var"] for state in everyone))
+    again = made()
+    Checkpointer(folder, {"model": again}).load()
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in everyone[dist.get_rank()].items())
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    module = Towers()
+    Checkpointer(folder, {"model": module}, process_group=alone).load()
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in everyone[0].items())
 
 
 @on_two_ranks

@@ -9,6 +9,7 @@ The entries of a checkpoint, by the part of the training that each is of:
     outer.last.layer.weight              of LocalSGD and DiLoCo: what all ranks had at the last outer step
     ranks.3.own.scheduler                what each rank has for itself
     ranks.3.own.optimizer.state.0.step   so are an inner optimizer, and the model between two outer steps
+    ranks.3.buffers.model                and buffers that differ between ranks, of which rank 0's are the model's, too
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
+from ppe_ddp.engine.plan import fingerprint
+from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -169,6 +172,47 @@ class _RankPart(SavedPart):
 
     def load(self, entries: Mapping[str, Any]) -> None:
         self._load_state(entries[self._entry])
+
+
+class _BuffersPart(SavedPart):
+    """The buffers of a module that differ between ranks, as they do before a broadcast, in one entry of each rank."""
+
+    is_of_rank = True
+
+    def __init__(self, name: str, module: nn.Module, rank: int) -> None:
+        super().__init__(name, module)
+        self._entry, self._is_first = of_rank(rank, f"buffers.{name}"), rank == 0
+
+    def digests(self) -> dict[str, int]:
+        """Of each buffer's bits, by the name of its entry."""
+        return {entry: digest_of(value) for entry, value in self._buffers().items()}
+
+    def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, int]]) -> None:
+        """Add what differs between the ranks, whose ``digests`` are given; what any number loads is rank 0's alone."""
+        first = digests[0]
+        differing = [entry for entry in first if any(other.get(entry) != first[entry] for other in digests)]
+        if differing:
+            buffers = self._buffers()
+            entries[self._entry] = {entry: buffers[entry].detach().to("cpu", copy=True) for entry in differing}
+        if not self._is_first:  # else some would be of one rank, and some of another
+            for entry in differing:
+                entries.pop(entry)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {
+            self.prefix + key: value
+            for key, value in self._what.state_dict(keep_vars=True).items()
+            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        }
+
+    def targets(self, saved: Metadata) -> dict[str, Any]:
+        return {self._entry: None} if self._entry in saved.state_dict_metadata else {}
+
+    def load(self, entries: Mapping[str, Any]) -> None:
+        if self._entry in entries:
+            state = self._what.state_dict()
+            state.update({entry.removeprefix(self.prefix): value for entry, value in entries[self._entry].items()})
+            self._what.load_state_dict(state)
 
 
 _PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
@@ -375,6 +419,7 @@ class Checkpointer:
             _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, what.load_comm_state_dict)
             for name, what in wrappers.items()
         ]
+        self._buffers = {name: _BuffersPart(name, what, rank) for name, what in modules.items()}
         # last, as loading may use some random numbers
         self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
         self._damaged: set[str] = set()
@@ -402,18 +447,22 @@ class Checkpointer:
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
         entries: dict[str, Any] = {}
+        buffers: dict[str, dict[str, int]] = {}  # their digests, of modules that are not saved by rank
 
         def collect() -> Any:
             outer_steps = self._outer_steps()
             for name, what in self._given.items():
-                part = own_part(name, what, outer_steps, self._ranks.rank) or self._parts[name]
-                entries.update(part.entries())
+                own = own_part(name, what, outer_steps, self._ranks.rank)
+                entries.update((own or self._parts[name]).entries())
+                if name in self._buffers and own is None:
+                    buffers[name] = self._buffers[name].digests()
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
             return [step, sorted(self._parts)]
 
         self._compare(self._ranks.from_each(collect))
+        self._add_own_buffers(entries, buffers)
         begun = self._ranks.from_source(lambda: self._folder.begin(step))
         folder = self._folder.path / begun
         is_complete = False
@@ -430,6 +479,18 @@ class Checkpointer:
                 else:
                     self._folder.discard(begun)
         return path
+
+    def _add_own_buffers(self, entries: dict[str, Any], digests: Mapping[str, Mapping[str, int]]) -> None:
+        """Add this rank's own buffers, of the modules that all ranks have the same of."""
+        if len(set(self._ranks.from_each(lambda: fingerprint([repr(digests)]).hex()))) == 1:
+            return
+        everyone = self._ranks.from_each(lambda: digests)
+
+        def add() -> None:
+            for name in digests:
+                self._buffers[name].add_to(entries, [other.get(name, {}) for other in everyone])
+
+        self._ranks.from_each(add)
 
     def _outer_steps(self) -> list[OuterSteps]:
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
@@ -546,6 +607,8 @@ class Checkpointer:
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]
+        if saved_by == size:
+            parts += self._buffers.values()
         parts.sort(key=lambda part: part.begins_from_module)
         return parts + (self._of_rank if saved_by == size else [])
 

@@ -190,7 +190,7 @@ class CommState:
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
         """Go on from what :meth:`state_dict` gave; refuses what is of another compressor, rank, job or module."""
-        if state.keys() == {"buckets"}:  # there was no compressor, so nothing was kept
+        if "buckets" in state and "compressor" not in state:  # there was no compressor, so nothing was kept
             state = {**self.state_dict(compressor, groups), "parameters": {}}
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:

@@ -25,7 +25,7 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from itertools import accumulate
+from itertools import accumulate, compress
 from sys import getrefcount
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ from ppe_ddp.torch_internals import (
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -165,6 +165,15 @@ class BufferWrites:
                 is_writer[owner_of(name)] = True
         return list(is_writer.values())
 
+    def owners(self, buffers: Mapping[str, Tensor]) -> list[str]:
+        """The names of the submodules for which :meth:`of` says so."""
+        return [*compress(dict.fromkeys(map(owner_of, buffers)), self.of(buffers))]
+
+    def mark(self, owners: Container[str]) -> None:
+        """This rank has written the buffers of these submodules since they were last broadcast."""
+        marked = {name: (buffer, -1) for name, (buffer, _) in self._known.items() if owner_of(name) in owners}
+        self._known |= marked
+
 
 def owner_of(name: str) -> str:
     """The name of the submodule that has the buffer ``name``."""
@@ -244,7 +253,7 @@ def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: G
     tensors: dict[str, Tensor] = dict(zip(module_state.names, module_state.parameters, strict=True))
     if negotiation.buffers():
         tensors.update(module_state.buffers())
-    own = torch.tensor([_digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    own = torch.tensor([digest_of(tensor) for tensor in tensors.values()], dtype=torch.int64)
     digests = [torch.empty_like(own) for _ in range(groups.world_size)]
     dist.all_gather(digests, own, group=groups.control)
     differing = [digest != digests[0] for digest in digests]
@@ -264,7 +273,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
 
 
-def _digest(tensor: Tensor) -> int:
+def digest_of(tensor: Tensor) -> int:
     """A number of 64 bits that tells of a difference in any bit."""
     here = local_tensor(tensor).detach().cpu().contiguous()
     memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""

@@ -387,6 +387,14 @@ class BucketSynchronizer(Synchronizer):
         """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
         self._buffer_writes.note(self.negotiation.buffers())
 
+    def written_buffers(self) -> list[str]:
+        """The submodules whose buffers this rank has written since they were last broadcast, by name."""
+        return self._buffer_writes.owners(self.negotiation.buffers())
+
+    def mark_buffers(self, owners: Container[str]) -> None:
+        """Go on from what :meth:`written_buffers` gave."""
+        self._buffer_writes.mark(owners)
+
     def put_back(self, backward: Backward) -> None:
         """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
 
