@@ -12,7 +12,8 @@ from torch import nn
 
 import ppe_ddp
 from node_worlds import in_own_world, worlds
-from ppe_ddp.engine.negotiation import MEASURED_STEPS, BucketSizeMeasurement, MeasuredSpeed
+from ppe_ddp.engine import negotiation
+from ppe_ddp.engine.negotiation import MEASURED_STEPS, MeasuredSpeed
 
 MIB = 1 << 20
 DEFAULT = 4 * MIB
@@ -152,7 +153,7 @@ def test_after_a_failure_all_ranks_measure_again(two_ranks, step):
 
 def fail_while_it_is_measured(culprit, call):
     """One rank has no memory for one of the messages that are timed; the next step is right, and all measure again."""
-    rank, measure, calls = dist.get_rank(), BucketSizeMeasurement._all_reduce, itertools.count()
+    rank, measure, calls = dist.get_rank(), negotiation.all_reduced, itertools.count()
 
     def refuse(*arguments):
         if rank == culprit and next(calls) == call:
@@ -162,7 +163,7 @@ def fail_while_it_is_measured(culprit, call):
     with chosen(MIB // 2), pytest.MonkeyPatch.context() as patches:
         model = ppe_ddp.DistributedDataParallel(Net())
         train(model, MEASURED_STEPS - 1)
-        patches.setattr(BucketSizeMeasurement, "_all_reduce", refuse)
+        patches.setattr(negotiation, "all_reduced", refuse)
         own = torch.OutOfMemoryError if rank == culprit else ppe_ddp.PeerAbortedError
         with pytest.raises(own, match="no memory is left" if rank == culprit else f"rank {culprit} failed in the "):
             train(model, 1)

@@ -128,10 +128,9 @@ class CommState:
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
         """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together."""
-        hierarchy = hierarchy_of(groups.buckets)
+        hierarchy = self._look_for_nodes(groups)
         if hierarchy is not None:
             self.owners.add(specs, hierarchy.layout.slices)
-        self._look_for_nodes(groups)
         if self._offset is None:
             self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
 
@@ -217,11 +216,11 @@ class CommState:
         job = {"rank": groups.rank, "world_size": groups.world_size, "nodes": self._nodes}
         return {**job, "compressor": repr(compressor)}
 
-    def _look_for_nodes(self, groups: Groups) -> None:
-        if groups.is_duplicate and groups.is_closed:
-            return  # after a failure: they are what they were
+    def _look_for_nodes(self, groups: Groups) -> Hierarchy | None:
         hierarchy = hierarchy_of(groups.buckets)
-        self._nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
+        if not (groups.is_duplicate and groups.is_closed):  # else, after a failure, they are what they were
+            self._nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
+        return hierarchy
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a wrapper has groups of its own, where steps are counted anew."""

@@ -56,6 +56,16 @@ _GAIN = 0.02  # of a step: what is less is noise
 _SAME = 1.005  # of two sizes with steps of the same length the larger has fewer messages
 _CPU = torch.device("cpu")
 _COMPARISON = "a comparison of parameters"
+_MAX = dist.ReduceOp.MAX
+
+
+def all_reduced(
+    tensor: Tensor, groups: Groups, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: ProcessGroup | None = None
+) -> Steps:
+    """All-reduce a tensor on the CPU in place, in ``group``, which is the control group if None; as steps."""
+    work = dist.all_reduce(tensor, op, group=group or groups.control, async_op=True)
+    yield probe(work)
+    groups.failures.wait(work, _CPU)
 
 
 @dataclass(frozen=True)
@@ -113,13 +123,13 @@ class BucketSizeMeasurement:
             times, taken = [], []
             for _ in range(_TRIALS):
                 start, start_of_threads = perf_counter_ns(), _by_other_threads_ns()
-                yield from self._all_reduce(message, self._groups.buckets)
+                yield from all_reduced(message, self._groups, _MAX, self._groups.buckets)
                 times.append(perf_counter_ns() - start)
                 taken.append(_by_other_threads_ns() - start_of_threads)
             found += min(times[1:]), self._cores_are_busy() * max(0, min(taken[1:]))
         agreed = allocator(self._groups.control)(len(found), torch.int64, _CPU)
         agreed.copy_(torch.tensor(found))
-        yield from self._all_reduce(agreed, self._groups.control)
+        yield from all_reduced(agreed, self._groups, _MAX)
         backward, nbytes, small, small_taken, large, large_taken = agreed.tolist()
         per_byte, taken_per_byte = (
             max(0, more - less) / 1e9 / (_LARGE - _SMALL) for more, less in ((large, small), (large_taken, small_taken))
@@ -131,12 +141,6 @@ class BucketSizeMeasurement:
         """Whether the ranks of this node compute on all of its cores."""
         ranks = 1 + len(self._groups.processes.on_this_node)
         return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
-
-    def _all_reduce(self, tensor: Tensor, group: ProcessGroup) -> Steps:
-        """The largest of each element over the ranks, in place."""
-        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-        yield probe(work)
-        self._groups.failures.wait(work, _CPU)
 
 
 def _by_other_threads_ns() -> int:
@@ -345,11 +349,9 @@ class Negotiation:
 
     def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:
         """One byte a parameter: whether any rank has ``held`` its gradient in this step. All ranks call it together."""
-        mask = allocator(self._groups.control)(len(self._module_state.specs), torch.uint8, torch.device("cpu")).zero_()
+        mask = allocator(self._groups.control)(len(self._module_state.specs), torch.uint8, _CPU).zero_()
         mask[list(held)] = 1
-        work = dist.all_reduce(mask, dist.ReduceOp.MAX, group=self._groups.control, async_op=True)
-        yield probe(work)
-        self._groups.failures.wait(work, mask.device)
+        yield from all_reduced(mask, self._groups, _MAX)
         return bytes(mask.tolist())
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
@@ -374,9 +376,7 @@ class Negotiation:
         for place, i in enumerate(dict.fromkeys(arrivals)):
             sums[0, i] = place * _POSITIONS // count
             sums[1, i] = 1
-        work = dist.all_reduce(sums, group=self._groups.control, async_op=True)
-        yield probe(work)
-        self._groups.failures.wait(work, sums.device)
+        yield from all_reduced(sums, self._groups)
         places, seen = sums.tolist()
         self.planner.learn([place / (n * _POSITIONS) if n else None for place, n in zip(places, seen, strict=True)])
         recorder.control_nbytes += sums.nbytes

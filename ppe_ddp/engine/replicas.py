@@ -39,6 +39,7 @@ from ppe_ddp.engine.failures import START, awaited_once
 from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
+from ppe_ddp.engine.negotiation import all_reduced
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
 from ppe_ddp.engine.zero.shards import flattened, is_dense
@@ -387,9 +388,7 @@ class DriftCheck:
         table = allocator(self._groups.control)(size * (len(names) + 1), torch.int64, _CPU).zero_().view(size, -1)
         if self._sent is not None:
             table[rank] = torch.tensor([1, *self._sent])
-        work = dist.all_reduce(table, group=self._groups.control, async_op=True)
-        yield probe(work)
-        self._groups.failures.wait(work, _CPU)
+        yield from all_reduced(table, self._groups)
         rows = {other: row[1:] for other, row in enumerate(table.tolist()) if row[0]}
         found = _differing(rows, names)
         ranks = tuple(sorted({other for others in found.values() for other in others}))

@@ -107,6 +107,13 @@ def found(orders=5):
     late = {"is_sharded": True, "gathers_late": True, "counts_tokens": True}
     faults = (Fault(2, 1, Where.BACKWARD, 0), Fault(3, 0, Where.SLOW, 79), Fault(0, 1, Where.EARLY, 0))
     programs += [dataclasses.replace(_split(961083, (2, 1, 1, 2), faults[0], **late), faults=faults)]
+    # A rank that had run out of inputs waited for a transport to tell that another one had failed.
+    failed = [_program(seed, ("here",) * 2, (Fault(0, 0, Where.LOSS, 0),)) for seed in (10, 12, 21)]
+    programs += [dataclasses.replace(one, steps=(_STEP,), counts=(1, 0)) for one in failed]
+    # Autograd's function gave None as a gradient on all ranks, and it became zeros.
+    for seed in (0, 3, 5):
+        withheld = Recipe(seed, (LayerRecipe(Kind.WITHHELD), LayerRecipe(Kind.LINEAR)))
+        programs += [dataclasses.replace(_program(seed, ("here",) * 2, ()), recipes=(withheld,))]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]
