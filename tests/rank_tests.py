@@ -3,12 +3,16 @@
 import functools
 import importlib
 import inspect
+import reprlib
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 
 VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 500
 each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 
 
@@ -48,7 +52,12 @@ def _call(module, name, arguments):
     # By name, as pickle would find the test that the decorator has put in the place of its body.
     test = getattr(importlib.import_module(module), name)
     torch.manual_seed(dist.get_rank())
-    test.__wrapped__(**arguments)
+    try:
+        test.__wrapped__(**arguments)
+    except AssertionError as error:  # pytest rewrites no assertion of a rank
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        values = "\n".join(f"    {name} = {_SHORT.repr(value)}" for name, value in frame.f_locals.items())
+        raise AssertionError(f"{error}\n{values}") from error
     end_world()
 
 

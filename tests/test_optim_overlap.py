@@ -301,12 +301,14 @@ def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_
     model = DistributedDataParallel(seeded(mlp, 4, 2))
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = DistributedOptimizer(inner, model, overlap=True)
-    rank, seen = dist.get_rank(), []
+    rank, seen, store = dist.get_rank(), [], dist.distributed_c10d._get_default_store()
 
     def fail(*_):
+        store.wait([has_updated])  # or rank 0 hears of it while it takes its step
         raise ArithmeticError("planned")
 
     for step in range(4):
+        has_updated = f"has updated {step}"
         handle = inner.register_step_pre_hook(fail) if step == 1 and rank == 1 else None
         optimizer.zero_grad()
         try:
@@ -316,6 +318,7 @@ def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_
                 raise ArithmeticError
             loss.backward()
             optimizer.step()
+            store.set(has_updated, "")
         except (ArithmeticError, PeerAbortedError) as error:
             seen.append((step, getattr(error, "reason", "")))
         if handle is not None:
