@@ -152,16 +152,24 @@ def fail(_):
 
 
 class Ballast:
-    """State of so many MB that a replica has besides, and a step that takes so many seconds more, as on a device."""
+    """State of so many MB that a replica has besides, and a step that takes so many seconds more, as on a device.
+
+    Every replica begins with other numbers, and all end with those of the first.
+    """
 
     def __init__(self, megabytes, seconds):
-        self.content, self.seconds = torch.ones(megabytes * 250_000), seconds
+        self.content, self.seconds = torch.full((megabytes * 250_000,), os.getpid() % 1000.0), seconds
+        self._turned = torch.arange(2**18).view(512, 512).bfloat16().t()
 
     def state_dict(self):
-        return {"content": self.content}
+        return {"content": self.content, "turned": [self._turned, (self._turned[:2], None)]}
 
     def load_state_dict(self, state):
         self.content.copy_(state["content"])
+        turned, (start, nothing) = state["turned"]
+        assert torch.equal(turned, self._turned)
+        assert torch.equal(start, self._turned[:2])
+        assert nothing is None
 
 
 def enter(words):
@@ -229,7 +237,8 @@ def train(training, net, model, optimizer, ballast, raises_at, steps, log):
             continue
         log("commits", before, training.names, training.committed)
         optimizer.step()
-    log("ends", values_of(net.parameters()).tolist(), values_of(net.buffers()).tolist())
+    state = itertools.chain(net.buffers(), [ballast.content.double().sum()])
+    log("ends", values_of(net.parameters()).tolist(), values_of(state).tolist())
 
 
 def replica_of_torchft(folder, name, place, size, steps, fault=None, timeout=5.0, **_):
@@ -535,7 +544,7 @@ def main():
     parser.add_argument("--raises-at", type=int)
     parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
-    parser.add_argument("--ballast", type=float, nargs=2, default=(0, 0), help="MB of state, seconds of each step")
+    parser.add_argument("--ballast", type=float, nargs=2, default=(10, 0), help="MB of state, seconds of each step")
     options = parser.parse_args()
     ballast = (int(options.ballast[0]), options.ballast[1])
     if not options.mpi:
@@ -567,6 +576,7 @@ def main():
                 "raises_at": options.raises_at,
                 "timeout": options.timeout,
                 "nodes": nodes,
+                "ballast": ballast,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             is_cut = any(fault[3] == "cut" for fault in faults.values())

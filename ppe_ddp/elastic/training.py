@@ -15,6 +15,7 @@ live either one has committed, then all others are ready and commit, too; or non
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import logging
@@ -24,6 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import (
@@ -46,13 +48,12 @@ from ppe_ddp.waiting import paced
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from ppe_ddp.engine.completion import Steps
 
 logger = logging.getLogger("ppe_ddp")
 
 _LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.02, 0.2  # between looks for the dead of this node, and of others
+_LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # of a tensor that is sent by itself, and of what is sent at once
 _VOID = "ppe_ddp/void"
 """The key in the store of a quorum by which a member tells that it has gone on to another."""
 
@@ -375,28 +376,48 @@ class ElasticTraining:
         count_groups_anew()
 
     def _share_state(self, quorum: Quorum) -> None:
-        """Bring those that join the state of the others; every rank calls this."""
+        """Bring those that join the state of the others; every rank calls this.
+
+        Large tensors are sent from their own memory in pieces: no rank pickles them, and those that have the state
+        already need memory for one piece.
+        """
         committed = [one["committed"] for one in quorum.words]
         source = committed.index(max(committed))
         if min(committed) >= 0:
             return
-        buffer = io.BytesIO()
+        buffer, large = io.BytesIO(), list[Tensor]()
         if quorum.rank == source:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
-            torch.save({"parts": parts, "random": random_states(), "memory": self._memory.common()}, buffer)
+            state = {"parts": parts, "random": random_states(), "memory": self._memory.common()}
+            torch.save(_each_tensor(state, functools.partial(_take_large, large)), buffer)
         length = torch.tensor([buffer.tell()])
         self._broadcast(length, source)
-        # Neither is copied: it may be most of this process's memory.
-        sent = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8) if quorum.rank == source else None
-        content = torch.empty(int(length), dtype=torch.uint8) if sent is None else sent
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if quorum.rank == source:
+            content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         self._broadcast(content, source)
-        if committed[quorum.rank] >= 0 or quorum.rank == source:
+        if quorum.rank == source:
+            for tensor in large:
+                for piece in _bytes_of(tensor.detach().cpu().contiguous()).split(_PIECE_NBYTES):
+                    self._broadcast(piece, source)
             return
-        state = torch.load(io.BytesIO(content.numpy().data), weights_only=True)
-        for name, part in self._parts.items():
-            part.load_state_dict(state["parts"][name])
-        self._memory.take(state["memory"])
-        set_random_states(state["random"])
+        piece, joins = torch.empty(_PIECE_NBYTES, dtype=torch.uint8), committed[quorum.rank] < 0
+
+        def receive(tensor: Tensor) -> Tensor:
+            if not (tensor.is_meta and tensor.nbytes >= _LARGE_NBYTES):
+                return tensor
+            into = _bytes_of(torch.empty_like(tensor, device="cpu")) if joins else None
+            for begin in range(0, tensor.nbytes, _PIECE_NBYTES):
+                end = min(begin + _PIECE_NBYTES, tensor.nbytes)
+                self._broadcast(piece[: end - begin] if into is None else into[begin:end], source)
+            return tensor if into is None else into.view(tensor.dtype).view(tensor.shape)
+
+        state = _each_tensor(torch.load(io.BytesIO(content.numpy().data), weights_only=True), receive)
+        if joins:
+            for name, part in self._parts.items():
+                part.load_state_dict(state["parts"][name])
+            self._memory.take(state["memory"])
+            set_random_states(state["random"])
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         """Where it is seen that a rank is gone, as it is not in the default group."""
@@ -450,6 +471,33 @@ class ElasticTraining:
                 "; ".join(rows) or "none",
                 ", ".join(come) or "none",
             )
+
+
+def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of nested dictionaries, lists and tuples with other tensors, which ``change`` gives, in their order."""
+    if isinstance(state, Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with the attributes that a module's state has
+        for key, value in state.items():
+            copied[key] = _each_tensor(value, change)
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(_each_tensor(value, change) for value in state)
+    return state
+
+
+def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
+    """Move a tensor that is large to this list; one without memory stays in its place."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not is_plain or tensor.nbytes < _LARGE_NBYTES or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    large.append(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _row(place: int, length: int, seed: int) -> int:
