@@ -44,6 +44,7 @@ LONGEST = [
     "test_elastic",
     "test_simulation",
     "test_one_rank_fails",
+    "test_megatron_failures",
     "test_megatron_parallel",
     "test_conformance",
     "test_ranks",
