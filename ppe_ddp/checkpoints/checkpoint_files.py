@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
@@ -276,7 +277,13 @@ class _PlainSavePlanner(DefaultSavePlanner):
                     f"{write_item.index.fqn!r} cannot be saved: it is a sparse tensor; as momentum of sparse gradients "
                     "take torch.optim.SparseAdam, or nn.Embedding without sparse=True"
                 )
-            return super().transform_object(write_item, object)
+            if is_traceable_wrapper_subclass(object):
+                raise TypeError(
+                    f"{write_item.index.fqn!r} cannot be saved: it is a {type(object).__name__}, which keeps "
+                    "its values in other tensors: save those, or what it was made of"
+                )
+            # Of no class of the user's, which would have to be executed to load it.
+            return super().transform_object(write_item, object).as_subclass(torch.Tensor)
         try:
             return io.BytesIO(dump_plain(object))
         except TypeError as error:
