@@ -47,7 +47,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
@@ -277,7 +276,7 @@ class _PlainSavePlanner(DefaultSavePlanner):
                     f"{write_item.index.fqn!r} cannot be saved: it is a sparse tensor; as momentum of sparse gradients "
                     "take torch.optim.SparseAdam, or nn.Embedding without sparse=True"
                 )
-            if is_traceable_wrapper_subclass(object):
+            if hasattr(object, "__tensor_flatten__"):
                 raise TypeError(
                     f"{write_item.index.fqn!r} cannot be saved: it is a {type(object).__name__}, which keeps "
                     "its values in other tensors: save those, or what it was made of"
