@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
 from one_process import of_all_ranks
@@ -447,6 +448,29 @@ def test_a_sparse_tensor_is_refused_by_name(tmp_path):
     optimizer.step()
     with pytest.raises(CheckpointError, match=r"'optimizer.state.0.momentum_buffer' cannot be saved: it is a sparse"):
         Checkpointer(tmp_path, {"net": net, "optimizer": optimizer}).save(1)
+
+
+class Tagged(torch.Tensor):
+    """A class of the user's."""
+
+
+def test_a_parameter_of_a_users_class_goes_on_bit_by_bit(tmp_path):
+    net, other = torch.nn.Module(), torch.nn.Module()
+    for module, values in (net, torch.randn(3, 2)), (other, torch.zeros(3, 2)):
+        module.weight = torch.nn.Parameter(values.as_subclass(Tagged))
+        module.register_buffer("seen", values.clone().as_subclass(Tagged))
+    Checkpointer(tmp_path, {"model": net}).save(1)
+    assert Checkpointer(tmp_path, {"model": other}).load().step == 1
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    assert type(other.seen) is type(net.seen) is Tagged
+
+
+def test_a_tensor_that_keeps_its_values_in_others_is_refused_by_name(tmp_path):
+    net = torch.nn.Module()
+    net.register_buffer("pair", TwoTensor(torch.ones(2), torch.zeros(2)))
+    with pytest.raises(CheckpointError, match=r"'model\.pair' cannot be saved: it is a TwoTensor, which keeps"):
+        Checkpointer(tmp_path, {"model": net}).save(1)
 
 
 @on_three_ranks

@@ -269,6 +269,41 @@ def fail_on(rank):
     return told
 
 
+@pytest.mark.parametrize("world", worlds((2, 1), (1, 2, 1)), indirect=True)
+def test_one_rank_changes_its_module_after_a_failed_step(world):
+    world.run(freeze_after_a_failed_step)
+
+
+def freeze_after_a_failed_step():
+    """Masks say on which nodes gradients exist, also on a rank that lists its module anew before it has connected."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wrapper = ppe_ddp.DistributedDataParallel(Branches(size))
+    layers = wrapper.module.layers
+
+    def step(fails=False):
+        x = torch.full((1, 512), rank + 1.0, requires_grad=True)
+        if fails:
+            x.register_hook(raise_on_purpose)
+        wrapper.zero_grad()
+        wrapper(x, rank).sum().backward()
+
+    step()
+    with pytest.raises(KeyError if rank == size - 1 else ppe_ddp.PeerAbortedError):
+        step(fails=rank == size - 1)
+    if rank == 0:
+        layers[1].weight.requires_grad_(False)
+    for _ in range(2):
+        step()
+        for other in range(size):
+            if layers[other].weight.requires_grad:
+                torch.testing.assert_close(layers[other].weight.grad, torch.full((256, 512), (other + 1) / size))
+
+
+def raise_on_purpose(_gradient):
+    raise KeyError("on purpose")
+
+
 # ---------------------------------------------------------------- the conformance kit
 
 

@@ -250,6 +250,26 @@ def test_what_one_rank_has_frozen_and_keeps_a_gradient_of_is_averaged_once(optio
         torch.testing.assert_close(tied.weight.grad, total)
 
 
+@each_kind
+@on_two_ranks
+def test_each_rank_has_a_backward_of_another_one_alone(make):
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(module) for module in make(2)]
+    for step in range(3):
+        expected = []
+        for other in range(2):
+            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
+            loss_of(twins, [other], other, step).backward()
+            expected.append([gradients(twin) for twin in twins])
+        wrappers[1 - rank].start_grad_sync()
+        loss_of(wrappers, [rank], rank, step).backward()
+        wrappers[1 - rank].finish_grad_sync()
+        for wrapper, tables in zip(wrappers, zip(*expected, strict=True), strict=True):
+            assert_gradients(wrapper.module, mean_of(tables, 2))
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+
+
 @on_two_ranks
 def test_what_is_shared_is_sent_once():
     wrappers = wrapped(tied_weights(2))

@@ -276,7 +276,13 @@ class _PlainSavePlanner(DefaultSavePlanner):
                     f"{write_item.index.fqn!r} cannot be saved: it is a sparse tensor; as momentum of sparse gradients "
                     "take torch.optim.SparseAdam, or nn.Embedding without sparse=True"
                 )
-            return super().transform_object(write_item, object)
+            if hasattr(object, "__tensor_flatten__"):
+                raise TypeError(
+                    f"{write_item.index.fqn!r} cannot be saved: it is a {type(object).__name__}, which keeps "
+                    "its values in other tensors: save those, or what it was made of"
+                )
+            # Of no class of the user's, which would have to be executed to load it.
+            return super().transform_object(write_item, object).as_subclass(torch.Tensor)
         try:
             return io.BytesIO(dump_plain(object))
         except TypeError as error:

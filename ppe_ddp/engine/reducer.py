@@ -252,6 +252,8 @@ class Reducer(Generic[C]):
                     self.synchronizer.on_accumulated((index,))
                 return
             if backward.is_manual:
+                if backward.turn is not None and backward.turn.is_held:
+                    return  # of another wrapper that has this parameter, too: the mask is still to be made
                 self._refuse_gradient(index)
             self._count_arrived(backward, index)
             if backward.waiting is None:

@@ -194,6 +194,9 @@ class FunctionReduction(Reduction):
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
+        # Asked now: after a failure a group knows no nodes before the ranks connect again. A rank that lists its module
+        # anew then would write masks of another form than the others.
+        self._node_masks = node_masks(groups.buckets, groups.rank) if self.is_plain_average else None
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; a backend that can divides plain averages."""
@@ -202,7 +205,7 @@ class FunctionReduction(Reduction):
 
     def node_masks(self) -> NodeMasks | None:
         """Of the group, if its backend knows nodes: it averages as the default function does."""
-        return node_masks(self._groups.buckets, self._groups.rank) if self.is_plain_average else None
+        return self._node_masks
 
     @property
     def title(self) -> str:

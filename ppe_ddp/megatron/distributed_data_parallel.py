@@ -309,8 +309,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
         and ``main_grad`` is what this rank has computed. When the backward that synchronizes is over, others may have
         their averages already, and go on with a warning. Without ``overlap_grad_reduce`` it is needed, too, where a
-        backward has raised. Beside tensor or pipeline parallelism call ``finalize_model_grads()`` after it, which tells
-        the whole model, and raises.
+        backward has raised. Where the model is split, by experts as well, call ``finalize_model_grads()`` after it,
+        which tells the whole model, and raises; so do the ranks whose backwards this has ended. Without that the ranks
+        stay a step apart.
         """
         self._reducer.abort(reason)
 
