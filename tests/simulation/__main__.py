@@ -60,7 +60,8 @@ def prepare(cores=None):
 
 def _tell(program, text):
     print(f"seed {program.seed}: {text}", flush=True)
-    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}", flush=True)
+    split = " --split" if isinstance(program, SplitProgram) else ""
+    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}{split}", flush=True)
 
 
 def _run_seeds(seeds, program_of, until):

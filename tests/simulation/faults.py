@@ -69,12 +69,14 @@ class Fault:
         step: The step.
         where: What happens.
         number: Which parameter, how many waits, or how many tenths of a second.
+        passes: How often the rank comes to the place without harm.
     """
 
     rank: int
     step: int
     where: Where
     number: int
+    passes: int = 0
 
     @classmethod
     def some(cls, draw, world_size, steps, *, with_nan):
@@ -136,6 +138,7 @@ class Faults:
         self._planned, self._changes = planned, changes
         self.fired = {}
         self.steps = [-1] * world_size
+        self._passed = dict.fromkeys(planned, 0)
 
     def due(self, where, is_meant=bool):
         """The fault that this rank has now, here; None if there is none, or ``is_meant`` is not true of it."""
@@ -144,6 +147,9 @@ class Faults:
         for fault in self._planned:
             if (fault.rank, fault.step, fault.where) == (rank, self.steps[rank], where) and fault not in self.fired:
                 if not is_meant(fault):
+                    continue
+                self._passed[fault] += 1
+                if self._passed[fault] <= fault.passes:
                     continue
                 self.fired[fault] = scheduler.now
                 scheduler.note("fault", where.name)
@@ -211,6 +217,11 @@ def _hooked(models, numbers, hook):
     """``hook`` on the gradients of trained parameters with these numbers; what to remove at the end."""
     trained = [parameter for parameter in models.table.values() if parameter.requires_grad]
     return [trained[k % len(trained)].register_hook(hook) for k in numbers if trained]
+
+
+def has_one_node(program):
+    """Whether every rank sees the processes of all others."""
+    return len(set(program.nodes)) == 1 and all(program.nodes)
 
 
 def reduce_function(gradients, group):

@@ -119,8 +119,7 @@ class _Channel:
             if rank in self._delivering or number == self.begun[rank] or rank in self.dead:
                 continue
             missing = self._missing(self.calls[number], rank)
-            seen = self.dead if Network.current.is_silent else self.closed | self.dead
-            if missing and not missing & seen:
+            if missing and not missing & Network.current.seen(self):
                 continue
             self._delivering.add(rank)
             late = scheduler.draw.random() < _OFTEN_LATE
@@ -181,12 +180,18 @@ class Network:
         is_silent: Whether nobody sees that another rank, which lives, has closed its connections.
         is_mute: Whether a group does not tell the others that it was given up, nor look for dead ranks, as torch's over
             gloo: what the engine sees by itself has to do.
+        is_blind: Whether nobody sees that the connections of a rank that dies are closed, as over MPI.
     """
 
     current = None
 
-    def __init__(self, is_silent, is_mute):
-        self.channels, self.is_silent, self.is_mute = {}, is_silent, is_mute
+    def __init__(self, is_silent, is_mute, is_blind):
+        self.channels, self.is_silent, self.is_mute, self.is_blind = {}, is_silent, is_mute, is_blind
+
+    def seen(self, channel):
+        """The ranks of a channel of which the others see that they have closed it."""
+        dead = set() if self.is_blind else channel.dead
+        return dead if self.is_silent else channel.closed | dead
 
     def die(self, rank):
         """Close every connection of ``rank``, without a word."""

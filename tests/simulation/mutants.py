@@ -4,15 +4,17 @@ python -m tests.simulation.mutants --seeds 0:200
 
 These are not found, with the reason as far as it is known:
 
-    one wrapper of a backward is ended             programs with several wrappers hold their outputs, which tell, too
-    what had come is lost when put back            a rank that fails between two parts of a gradient may have either
-    what a step keeps is committed twice           few steps bring a gradient twice to a compressor, and then fail
-    each rank goes on with its own step            the ranks have counted alike by then
-    who waits does not look for the dead           the connections of a rank that dies are closed, which tells, too
-    a new gradient does not open its bucket        programs clear main_grad before each backward
-    split: nobody waits for gathers                not examined
-    split: a lost rank is hidden                   not examined
-    split: nothing to gather is awaited            few histories come there
+    one wrapper of a backward is ended     the others hear of the error in one wrapper, and wait in all of them at once
+    what had come is lost when put back    few ranks hear of a failure between the two parts of a gradient
+    a hook of ppe's kind that raises ...   not examined; few histories come there
+    split: who fails next ends this step   not examined; not all 2,000 seeds of split models were tried
+
+These are not planted, as no rank sees a difference:
+
+    a rank goes on with its own step when the ranks have connected again: in each of 2,357 times all had counted alike
+    finalize_model_grads() raises the error of its last chunk, and not that of a lost rank: in each of 117 calls with a
+    lost rank the error of the last chunk was of that, too
+    a rank does not note that it gathers, only that it has gathered: the former is for messages alone
 """
 
 import __future__
@@ -222,7 +224,7 @@ MUTANTS = [
         ("a compressor keeps a dropped step", SYNC, "put_back", "self.reduction.abandon()", "pass"),
         ("residuals are never put back", comm_state.CommState, "put_back", "own.update(entries)", "pass"),
         (
-            "what a step keeps is committed twice",
+            "what a step may replace is not kept",
             comm_state.CommState,
             "keep",
             "if name not in self._before",
@@ -239,8 +241,6 @@ MUTANTS = [
         ),
         ("a lost step is not counted", GROUPS, "skip_step", "self.step += 1", "pass"),
         ("a failed attempt is not a step", GROUPS, "_end_attempt", "self.step += 1", "pass"),
-        # Which number all ranks go on with is the same to them all.
-        ("each rank goes on with its own step", GROUPS, "_follow", "max(outcome.words)", "self.step"),
         ("reports of before are read again", GROUPS, "_connect_failures", "{self.name}/{generation}", "{self.name}"),
         ("old and new attempts are mixed up", failures.Renewals, "_do", "/{self.number}", ""),
         ("an attempt has no end", failures.Renewals, "end", "self._ended = self.number", "pass"),
@@ -340,8 +340,7 @@ MUTANTS = [
         ("split: clipping is a step of its own", PARALLEL, "step", "if is_next:", "if True:"),
         ("split: what all raise is told besides", PARALLEL, "step", "if error is not self._agreed else None", ""),
         ("split: who fails next ends this step", failures.Failures, "_await", "is_ahead = ", "is_ahead = False and "),
-        ("split: nobody waits for gathers", SHARDED, "gather", "groups.note(Activity.GATHER)", "pass"),
-        ("split: a lost rank is hidden", finalize, "_finish", "[*interrupts, *lost, errors[-1]][0]", "errors[-1]"),
+        ("split: nobody waits for gathers", SHARDED, "install", "self.groups.note(Activity.GATHERED)", "pass"),
         ("split: copies count twice in a norm", COPIES, "counts", "return rank == 0 or", "return True or"),
         (
             "split: nothing to gather is awaited",

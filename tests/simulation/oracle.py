@@ -7,7 +7,7 @@ import torch
 from law_steps import Expectation, Reference, Zeroing
 from ppe_ddp import CommunicationError, NonFiniteGradientError
 
-from .faults import RAISING, Where
+from .faults import RAISING, Where, has_one_node
 from .scheduler import Unsound
 from .wrappers import SHARD, Wrapping
 
@@ -15,6 +15,7 @@ SEVERAL = ("MICRO", "TWO_", "RETAINED")  # steps of several backwards: a rank ma
 
 _SINGLE = (" ONE_BACKWARD", " LOOK", " SOME_INPUTS", " ABSENT")  # steps of one backward
 SCALED_FIRST = (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.SYNC_HOOK, Wrapping.CHECKED, Wrapping.SKIPPING)
+_MOST_SECONDS = 200.0  # less than a program's timeout
 TOLERANCE = 1e-5  # where a gradient came in two rounds, whose sums are made in another order
 
 
@@ -123,12 +124,14 @@ class Oracle:
         """Compare, step by step."""
         for number, step in enumerate(self.program.steps):
             if not self._check_step(number, step):
+                self._check_time()
                 return
             if number + 1 == max(self.program.counts, default=0):
                 self._check_join()
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
+        self._check_time()
 
     def _check_step(self, number, step):
         """Compare one; whether the ranks go on."""
@@ -327,6 +330,12 @@ class Oracle:
         for copy in self.reference.present:
             for parameter in copy.table.values():
                 parameter.grad = None
+
+    def _check_time(self):
+        """Nobody has waited for a dead rank until the timeout; no rank is slow where one dies."""
+        seconds = self.run.scheduler.now
+        if self.run.scheduler.dead and has_one_node(self.program) and seconds > _MOST_SECONDS:
+            raise Unsound(f"rank {self.run.scheduler.dead} is dead, and others have waited for {seconds:.0f} s")
 
     def _check_death(self, fault):
         """Every rank that had to go on was told, or all was over."""

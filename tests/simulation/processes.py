@@ -18,7 +18,7 @@ from ppe_ddp.engine import groups, peer_processes
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.optim import DistributedOptimizer
 
-from .faults import Faults, packing
+from .faults import Faults, has_one_node, packing
 from .group import Network, SimulatedWaits, SimulatedWire
 from .scheduler import Scheduler, simulated_time
 
@@ -172,7 +172,9 @@ def simulated():
 def run_ranks(program, scheduler, faults, train):
     """Run one history to its end: ``train(rank)`` is what each rank does."""
     is_mute = Random(f"mute {program.seed}").random() < 0.3
-    Network.current, Faults.current = Network(scheduler.draw.random() < 0.3, is_mute), faults
+    # As over MPI: its ranks see the processes of their node, and of one node they all are.
+    is_blind = not is_mute and has_one_node(program) and Random(f"blind {program.seed}").random() < 0.7
+    Network.current, Faults.current = Network(scheduler.draw.random() < 0.3, is_mute, is_blind), faults
     Pages.current = Pages(program.nodes)
     scheduler.at_death = Network.current.die
     scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])

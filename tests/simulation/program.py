@@ -33,6 +33,7 @@ _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and
 _TWO_SYNCHRONIZATIONS = [kind for kind in StepKind if kind.name.endswith(("BACKWARDS", "LOSSES", "GRAPH"))]
 # A hook of torch's kind that raises has the others wait in the user's group; those that it does not come to go on.
 _IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
+_LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # which come late in some programs
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
@@ -124,7 +125,7 @@ class Program:
         ties = bool(kinds & {Kind.CHECKPOINTED, Kind.REENTRANT}) and draw.random() < 0.5
         # The parameters of the heads are not the last ones then, so there may be nothing to reach.
         ties &= all(step.kind is not StepKind.SOME_INPUTS for step in steps)
-        one = dataclasses.replace(one, ties=ties)
+        one = dataclasses.replace(one, ties=ties, faults=one.later_faults())
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
@@ -155,6 +156,16 @@ class Program:
             return frozenset()
         single = [k for k, step in enumerate(self.steps) if step.kind in (StepKind.ONE_BACKWARD, StepKind.TWO_FORWARDS)]
         return frozenset((draw.randrange(self.world_size), k, draw.randrange(len(self.recipes))) for k in single)
+
+    def later_faults(self):
+        """The faults, some of them after a compressor has ended with a bucket; drawn apart from all else."""
+        draw, change = Random(f"later {self.seed}"), dataclasses.replace
+        if self.wrapping.compressor is None or draw.random() < 0.3:
+            return self.faults
+        passes = draw.choice([1, 2, 3, 3, 4])
+        return tuple(
+            change(one, where=Where.PACKING, passes=passes) if one.where in _LATER else one for one in self.faults
+        )
 
     def left_out(self, rank, number):
         """The modules that ``rank`` does not use in a step."""

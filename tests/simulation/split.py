@@ -15,6 +15,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ppe_ddp import (
     CommunicationError,
@@ -75,6 +77,7 @@ class SplitProgram:
         steps: How many.
         nodes: By rank, the node that it is on.
         faults: What befalls the ranks.
+        is_twice: Whether each step has two backwards, each with its averages.
     """
 
     seed: int
@@ -84,6 +87,7 @@ class SplitProgram:
     steps: int
     nodes: tuple[str, ...]
     faults: tuple[Fault, ...]
+    is_twice: bool = False
 
     @classmethod
     def of(cls, seed):
@@ -118,7 +122,23 @@ class SplitProgram:
             faults += Fault.close(draw, size, steps + 1)
         nodes = draw.choice([["here"], ["here", "there"], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(size))
-        return cls(seed, shape, draw.choice([1, 1, 2]), options, steps + _CLEAN, nodes, tuple(faults))
+        one = cls(seed, shape, draw.choice([1, 1, 2]), options, steps + _CLEAN, nodes, tuple(faults))
+        return one if faults else one.without_faults()
+
+    def without_faults(self):
+        """The same with what was drawn last, and apart from all else, as other seeds shall stay what they are.
+
+        Steps of two backwards, of which the first one's averages are there; or one fault, of the last optimizer, which
+        often has nothing to gather.
+        """
+        draw, change = Random(f"without faults {self.seed}"), dataclasses.replace
+        if draw.random() < 0.5:
+            return change(self, is_twice=True)
+        if self.shape[3] == 1 or not self.options["is_sharded"]:
+            return self
+        number = 2 * self.chunks - 1 + draw.choice([0, 100])
+        step = draw.randrange(self.steps - _CLEAN)
+        return change(self, faults=(Fault(draw.randrange(self.world_size), step, Where.UPDATE, number),))
 
     @property
     def world_size(self):
@@ -147,6 +167,15 @@ class SplitProgram:
         """The ranks of the group along these coordinates that ``rank`` is in: along those of data, if none is named."""
         return next(ranks for ranks in self.ranks(*(names or DATA)) if rank in ranks)
 
+    def before(self, number):
+        """The numbers of the inputs of further backwards of a step, which come before its own."""
+        return [number + self.steps] * self.is_twice
+
+    def hidden(self, number, rank, chunk, names):
+        """The parameter of a chunk that a backward of this rank does not show before it comes to it, if any."""
+        draw = Random(f"hidden {self.seed} {number} {rank} {chunk}")
+        return draw.choice(names) if self.is_twice and draw.random() < 0.5 else ""
+
     def new_run(self):
         """A run of it."""
         return SplitRun(self)
@@ -157,6 +186,8 @@ class SplitProgram:
         yield f"{data} replicas of {experts} experts, {stages} stages with {tensor} tensor-parallel ranks"
         yield f"on nodes: {self.nodes}"
         yield f"{self.chunks} chunks a rank, {self.steps} steps; options {self.options}"
+        if self.is_twice:
+            yield "  steps have two backwards each"
         for fault in self.faults:
             yield f"  fault: {fault.where.name} on rank {fault.rank} in step {fault.step} ({fault.number})"
 
@@ -170,6 +201,8 @@ class SplitProgram:
             yield change(self, faults=(*self.faults[:k], *self.faults[k + 1 :]))
         if self.chunks > 1:
             yield change(self, chunks=1)
+        if self.is_twice:
+            yield change(self, is_twice=False)
         for k in range(4) if self.world_size > 2 else ():
             if self.shape[k] > 1:
                 shape = (*self.shape[:k], 1, *self.shape[k + 1 :])
@@ -261,13 +294,18 @@ class Part(nn.Module):
         Faults.current.at(Where.FINALIZE)
         return self.word if self.has_word else None
 
-    def forward(self, anchor, inputs):
-        """The loss of this chunk: of each parameter by itself."""
+    def forward(self, anchor, inputs, hidden=""):
+        """The loss of this chunk: of each parameter by itself, one of them ``hidden`` in a reentrant checkpoint."""
         loss = anchor.sum()
         for name, given in inputs.items():
-            if given is not None:
-                loss = loss + (getattr(self, name) * given).square().sum()
+            if given is not None and name == hidden:
+                loss = loss + checkpoint(partial(self._loss_of, name, given), anchor, use_reentrant=True)
+            elif given is not None:
+                loss = loss + self._loss_of(name, given, anchor)
         return loss
+
+    def _loss_of(self, name, given, _anchor):
+        return (getattr(self, name) * given).square().sum()
 
 
 class RankOfModel:
@@ -366,7 +404,8 @@ class RankOfModel:
                 anchor.register_hook(faults.hook(Where.BACKWARD))
                 names = names_of(self.program, self.place, chunk)
                 inputs = {name: input_of(self.program, number, self.place, chunk, name) for name in names}
-                loss = part(anchor, inputs) * (float("nan") if self.is_poisoned else 1.0)
+                hidden = self.program.hidden(number, self.rank, chunk, names)
+                loss = part(anchor, inputs, hidden) * (float("nan") if self.is_poisoned else 1.0)
                 loss.register_hook(faults.hook(Where.EARLY))
                 losses.append(loss)
             faults.at(Where.LOSS)
@@ -515,6 +554,10 @@ class SplitRun:
         try:
             for part in model.chunks:
                 part.zero_grad_buffer()
+            for before in self.program.before(number):
+                model.backward(before)
+                for part in model.chunks:
+                    part.finish_grad_sync()
             failed = model.backward(number)
             model.finalize(number)
             if failed is not None:

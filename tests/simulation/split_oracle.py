@@ -39,8 +39,9 @@ class WholeModel:
             total = torch.zeros_like(self.values[part])
             for place, chunk, name in owners:
                 # Summed over the ranks that see different inputs; of the others, the first tensor-parallel rank's.
-                if place.tensor == 0 or name in ("split", "norm", "averaged", "expert"):
-                    given = input_of(program, number, place, chunk, name)
+                is_counted = place.tensor == 0 or name in ("split", "norm", "averaged", "expert")
+                for backward in (*program.before(number), number) if is_counted else ():
+                    given = input_of(program, backward, place, chunk, name)
                     if given is not None:
                         total += 2 * self.values[part] * given.square()
             totals[part] = total / tensor if part[0] == "averaged" else total
