@@ -50,7 +50,7 @@ logger = logging.getLogger("ppe_ddp")
 T = TypeVar("T")
 
 START = "start"
-"""The phase before the first step, in which all ranks get what they start from."""
+"""The phase before the first step, in which all ranks get the initial parameters."""
 FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
 CLIP = "clip_grad_norm_() or GradScaler.step()"

@@ -77,7 +77,7 @@ class Reduction(ABC):
         return None
 
     def division(self, device: torch.device) -> Division:
-        """Who divides gradients on ``device`` by the world size."""
+        """Tell who divides gradients on ``device`` by the world size."""
         return Division.BY_FUNCTION
 
     @property

@@ -158,7 +158,7 @@ class BucketSynchronizer(Synchronizer):
         context = BucketContext(
             self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
         )
-        # A function of the user's computes whole averages, so buckets are not scattered.
+        # A function of the user's computes whole averages, so its buckets are not reduce-scattered.
         shards = self.sharded_parameters if self.reduction.is_plain_average else None
         self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
         return buckets_of_plans(context, self.gradients.buffers, None if shards is None else shards.bucket)

@@ -126,7 +126,7 @@ class DistributedDataParallelConfig:
         super().__setattr__(name, value)
 
     def use(self) -> None:
-        """Check the values once more, and refuse changes from now on: a wrapper is made with them."""
+        """Check the values, and refuse changes from now on; called when a wrapper is made with them."""
         self._check()
         self._is_used = True
 
@@ -143,7 +143,7 @@ class DistributedDataParallelConfig:
             raise ValueError("overlap_param_gather needs use_distributed_optimizer: without it nothing is gathered")
 
     def described(self) -> str:
-        """One line for fingerprints and messages: the fields that have another value than their default."""
+        """The fields that differ from their defaults, in one line for fingerprints and messages."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         return ", ".join(f"{field.name} {value}" for field, value in values if value != field.default)
 
@@ -159,7 +159,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a wrapper, in whichever form they came."""
+    """The parsed arguments of a wrapper, the same for both forms."""
 
     config: object
     module: nn.Module
@@ -183,7 +183,7 @@ class Setup:
     def of(
         cls, constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Setup:
-        """Parse a call of ``constructor``, whose overloads are the new form and the old one."""
+        """Parse a call of ``constructor``, which has two overloads: the new form and the old one."""
         is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
         form = _forms(constructor)[0 if is_new else 1]
         for name in kwargs:
@@ -219,7 +219,7 @@ class Setup:
 
 
 def showing_both_forms(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Let ``inspect.signature`` show the new form, and the parameters that only the old one has as keywords."""
+    """Let ``inspect.signature`` show the new form, with the parameters of the old form as further keywords."""
     new, old = _forms(constructor)
     added = [
         one.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{one.annotation} | None")

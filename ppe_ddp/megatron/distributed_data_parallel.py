@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
+from typing_extensions import overload  # that of typing has get_overloads() only from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.module import ModuleState

@@ -1,4 +1,4 @@
-"""The gradients of one module in buffers: their layout and memory, what is accumulated there, and their buckets.
+"""The gradients of one module in buffers: layout, memory, accumulation, and buckets.
 
     parameters      0 1 2 3 4 5 6               as registered; those of one kind share a buffer
     buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse order, as backward reaches them; "." pads

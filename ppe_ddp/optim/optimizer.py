@@ -119,7 +119,7 @@ class DistributedOptimizer(Optimizer):
         self.__setstate__({"defaults": optimizer.defaults})
         self._warn_of_left_out()
 
-    # ------------------------------------------------------------------ what it is made of
+    # ------------------------------------------------------------------ parameters, groups and state
 
     def _take_over(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         weights: list[Tensor] = []

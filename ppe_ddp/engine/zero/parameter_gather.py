@@ -425,7 +425,7 @@ class UnitGather:
         return all_gather(whole, own, self._groups.buckets, self._pool)
 
     def install(self) -> None:
-        """Copy what was received into the parameters."""
+        """Copy the received values into the parameters."""
         if self._rows is None:
             # The message has changed the memory without autograd. With a new version, a stale graph raises.
             increment_version(self._parameters[0])
