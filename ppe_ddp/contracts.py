@@ -1,8 +1,9 @@
-"""The interfaces of what a user may plug in: functions and hooks, and the bucket that they get.
+"""The interfaces that users may implement: functions and hooks, and the bucket that they get.
 
 A *function* (:class:`ReduceFunction`, :class:`BroadcastFunction`) replaces the communication itself. A *hook* is
 either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before synchronization) or torch's
-(:class:`CommHook`, called with a bucket and returning a Future). :class:`GradBucket` is what they receive.
+(:class:`CommHook`, called with a bucket and returning a Future). Reduce functions and torch's hooks get a
+:class:`GradBucket`.
 """
 
 from __future__ import annotations
@@ -21,63 +22,63 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Waitable(Protocol):
-    """Something in flight: ``torch.distributed.Work``, ``torch.futures.Future`` or anything like them."""
+    """An operation in flight: a ``torch.distributed.Work``, a ``torch.futures.Future``, or an object like them."""
 
     def wait(self) -> Any:
-        """Block until the result is in place; raise what went wrong."""
+        """Block until the result is in place; raise the operation's error."""
         ...
 
 
 Probe = Callable[[], object]
-"""Returns, without waiting, whether something has completed; calling it may be what advances it."""
+"""Returns, without waiting, whether an operation has completed. The call may also advance the operation."""
 
 
 def probe(pending: object) -> Probe | None:
-    """The method that tells whether a Work or a Future is done; None if it has none."""
+    """The method of a Work or a Future that tells whether it is done; None if it has none."""
     return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
 
 
 def is_completed(pending: Waitable) -> bool:
-    """Whether waiting would return at once, without waiting."""
+    """Whether ``wait()`` would return at once."""
     is_done = probe(pending)
     return is_done is None or bool(is_done())
 
 
 class AllPending:
-    """Several things in flight, waited for as one."""
+    """Several operations in flight, waited for as one."""
 
     def __init__(self, parts: Sequence[Waitable]) -> None:
         self.parts = parts
 
     def is_completed(self) -> bool:
-        """Whether all of them are; asks each, since asking may be what advances it."""
+        """Whether all of them are; asks each one, since that may advance it."""
         return all([is_completed(one) for one in self.parts])
 
     def wait(self) -> None:
-        """Wait for one after another."""
+        """Wait for all of them."""
         for one in self.parts:
             one.wait()
 
 
 def is_waitable(value: object) -> TypeGuard[Waitable]:
-    """Whether ``value`` is a :class:`Waitable`, found out in a hundredth of ``isinstance``'s time."""
+    """Whether ``value`` is a :class:`Waitable`; takes a hundredth of the time of ``isinstance``."""
     return callable(getattr(value, "wait", None))
 
 
 class Division(enum.Enum):
-    """Who divides the gradients of a bucket by the world size, so that their sum over the ranks is the mean."""
+    """Says who divides the gradients of a bucket by the world size, so that their sum over the ranks is the mean."""
 
     BY_FUNCTION = enum.auto()
-    """The function that gets it."""
+    """The function that gets the bucket divides."""
     DONE = enum.auto()
-    """They are divided already."""
+    """The gradients are divided already."""
 
 
 class GradBucket(list["Tensor"]):
-    """The gradients that travel together: a list of tensors that also has torch's ``GradBucket`` methods.
+    """The gradients that are reduced together: a list of tensors that also has torch's ``GradBucket`` methods.
 
     The tensors have one dtype and one device, and the shapes of their parameters. All of them are views of
-    the flat tensor ``buffer()``, so a function may work on either; what it leaves there is the result. A
+    the flat tensor ``buffer()``, so a function may change either; the values at its end are the result. A
     gradient that this rank does not have, but another rank has, is present as zeros.
 
     Every rank gets the same buckets in the same order, with the same parameters in each.
@@ -112,8 +113,8 @@ class GradBucket(list["Tensor"]):
         bucket._division = division
         return bucket
 
-    # A real list, not an abstract Sequence, because the C++ argument parser of torch wants one (and not a tuple,
-    # because torch's own hooks take a tuple for one that holds the buffer).
+    # A real list, not an abstract Sequence, because the C++ argument parser of torch requires one. Not a tuple,
+    # because torch's own hooks treat a tuple as one that holds the buffer.
     __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
@@ -137,14 +138,14 @@ class GradBucket(list["Tensor"]):
         return list(self._parameters)
 
     def names(self) -> tuple[str, ...]:
-        """Their names in the wrapped module: the key for state that is kept for each parameter."""
+        """The names of the parameters in the wrapped module; use them as keys for state of each parameter."""
         return self._names
 
     def index(self) -> int:  # type: ignore[override]  # torch's name, not list's
         """The number of this bucket: its place in this backward's launch order.
 
-        For a torch hook with a state of its own, the number of a fixed set of parameters in every step,
-        since such hooks keep state by index.
+        Torch hooks with a state of their own keep state by index. For these a number stands for the same parameters
+        in every step.
         """
         return self._index
 
@@ -153,7 +154,7 @@ class GradBucket(list["Tensor"]):
         return self._is_last
 
     def division(self) -> Division:
-        """Who divides by the world size: the function that gets the bucket, unless it declares otherwise."""
+        """Says who divides by the world size: the function that gets the bucket, unless it ``takes_divided``."""
         return self._division
 
     def divide(self, world_size: int) -> None:
@@ -163,9 +164,9 @@ class GradBucket(list["Tensor"]):
             self._division = Division.DONE
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Let ``buffer`` (1-D, same number of elements, any dtype) take the place of the flat gradients.
+        """Replace the flat gradients by ``buffer`` (1-D, same number of elements, any dtype).
 
-        The tensors of the bucket become views of it, and what is in it at the end is the result.
+        The tensors of the bucket become views of it, and its values at the end are the result.
         """
         before = self._buffer
         if buffer.numel() != before.numel():
@@ -180,32 +181,32 @@ class GradBucket(list["Tensor"]):
 class ReduceFunction(Protocol):
     """Averages the gradients of one bucket over the ranks of a group, in place.
 
-    A function may declare by attributes what it leaves to the wrapper; each is false where it is missing:
+    A function may have two attributes, which default to False:
 
-    ``takes_divided``: its gradients come divided by the world size, which costs next to nothing while they are
-    copied into the bucket, and it only sums. :func:`ppe_ddp.functions.takes_divided` sets it.
+    ``takes_divided``: the function only sums. The wrapper divides by the world size as it copies gradients into the
+    bucket, which costs next to nothing. :func:`ppe_ddp.functions.takes_divided` sets it.
 
-    ``is_plain_average``: the wrapper averages by something else in its place (one all-reduce, a reduce-scatter where
-    each rank needs its part only, nothing on one rank), and never calls it.
+    ``is_plain_average``: the wrapper never calls the function. It averages by one all-reduce instead, by a
+    reduce-scatter if each rank needs only its shard, or not at all on one rank.
 
-    Either all ranks have a function of their own or none, which is compared. That it is the same one is not: a rank may
-    have one that logs, too, and its name says nothing of what it sends. ``PPE_DDP_DEBUG=1`` compares that.
+    Either all ranks have a function of their own, or none has; this is compared. The functions themselves are not: one
+    rank's function may also log, for instance. ``PPE_DDP_DEBUG=1`` compares what they send.
     """
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable | None:
         """Average ``gradients`` over ``group`` in place.
 
-        Called in the same order with the same buckets on every rank, at moments that differ from rank to
-        rank, while backward is still running; so ``group`` is a process group of the wrapper's own, on which
-        nobody else communicates.
+        Every rank calls it with the same buckets in the same order, while backward is still running, and so at
+        different moments. Hence ``group`` is a process group of the wrapper's own, in which nobody else
+        communicates.
 
         Args:
             gradients: Tensors of one dtype and device; see :class:`GradBucket`.
             group: The process group to communicate in.
 
         Returns:
-            None when the result is in place; or a Work or Future whose ``wait()`` returns when it is: then
-            the communication overlaps with backward.
+            None if the result is in place. Or a Work or Future whose ``wait()`` returns when it is; then the
+            communication overlaps with backward.
         """
         ...
 
@@ -233,8 +234,8 @@ class CommHook(Protocol):
 class SyncHook(Protocol):
     """A communication hook of pytorch-pfn-extras.
 
-    Ranks may have different ones, or none, and nothing is compared: a hook sees this rank's gradients only, and what it
-    sends, if anything, goes by a group of the user's.
+    Ranks may have different hooks, or none; nothing is compared. A hook sees this rank's gradients only. If it
+    communicates, it does so in a group of the user's.
     """
 
     def __call__(self, module: Any, /) -> None:
@@ -243,7 +244,7 @@ class SyncHook(Protocol):
 
 
 class MixedPrecision(Protocol):
-    """The dtypes that a wrapper computes and communicates in: torch's ``_MixedPrecision``, or what is like it."""
+    """The dtypes in which a wrapper computes and communicates: torch's ``_MixedPrecision``, or an object like it."""
 
     @property
     def param_dtype(self) -> torch.dtype | None:

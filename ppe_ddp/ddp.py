@@ -1,4 +1,4 @@
-"""The wrapper: an ``nn.Module`` that leaves the work to the engine."""
+"""The wrapper: an ``nn.Module`` that delegates the synchronization to the engine."""
 
 from __future__ import annotations
 
@@ -53,24 +53,26 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     without that gradient counts as zero), the same on all of them, or None if no rank has it. Only gradients
     that exist on some rank are sent, while backward is still running. No flag is needed for a dynamic graph.
 
-    All ranks of the group must construct the wrapper together, over modules with the same parameters. Where
-    torch.distributed is not initialized yet, they meet in the first forward with gradients after it is. All must run
-    the same number of synchronized backwards; a rank that has none in a step calls :meth:`finish_grad_sync`. One
-    that skips it without, or goes on after its loss raised above the outputs of the module, is a step behind, which
-    nobody can tell from a forward that was never meant to have a backward. So the ranks compare their numbers of
-    forwards, in training mode and outside ``no_sync()``, whose graph went without a backward. If these stay different
-    for two synchronizations, every rank logs a warning with the numbers.
+    All ranks of the group must construct the wrapper together, over modules with the same parameters. If
+    torch.distributed is not initialized yet, the ranks connect in the first forward with gradients after it is.
 
-    The interface is that of ``pytorch_pfn_extras.nn.parallel.DistributedDataParallel``; the keywords of
-    ``torch.nn.parallel.DistributedDataParallel`` are honoured where they have a meaning.
+    All ranks must run the same number of synchronized backwards; a rank that has none in a step calls
+    :meth:`finish_grad_sync`. If a rank skips a backward without that call, or goes on after its loss has raised above
+    the outputs of the module, it is a step behind. This cannot be told from a forward that was never meant to have a
+    backward. So the ranks compare how many of their forwards, in training mode and outside ``no_sync()``, had a graph
+    that was freed without a backward. If these numbers differ in two synchronizations in a row, every rank logs a
+    warning.
+
+    The interface is that of ``pytorch_pfn_extras.nn.parallel.DistributedDataParallel``. The keywords of
+    ``torch.nn.parallel.DistributedDataParallel`` are honoured if they have a meaning here.
 
     Args:
         module: The module to train. Its parameters and buffers are overwritten by those of the group's rank 0.
-        broadcast_buffers: Whether to broadcast buffers after each synchronized backward: those of a submodule from
-            the lowest rank that has written any of them since.
-        negotiate_grads: Whether ranks may have different gradients. With False they must be the same in every
-            step, and an error says so if they are not.
-        process_group: The ranks to average over; None for all. The wrapper talks in duplicates of it.
+        broadcast_buffers: Whether to broadcast buffers after each synchronized backward. The buffers of a submodule
+            come from the lowest rank that has written any of them since the last broadcast.
+        negotiate_grads: Whether ranks may have different gradients. With False all ranks must have the same gradients
+            in every step; a difference is an error.
+        process_group: The ranks to average over; None for all. The wrapper communicates in duplicates of it.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce.
         broadcast_function: Broadcasts from rank 0; see :class:`ppe_ddp.BroadcastFunction`.
         bucket_cap_mb: This one and the further keywords are described in :class:`ppe_ddp.Options`.
@@ -84,7 +86,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         UnusableError: A launcher has started several ranks, and torch.distributed is not initialized.
     """
 
-    _numbers: ClassVar[Iterator[int]] = itertools.count(1)  # of those made before init_process_group()
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)  # of wrappers that were made before init_process_group()
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._start(synchronize=self._options.init_sync)
         else:
             check_alone()
-        self._options.check_names(self._module_state.names)  # on all ranks alike, as their options were compared
+        self._options.check_names(self._module_state.names)  # raises on all ranks, as their options were compared
         self._precision.cast_buffers(module)
 
     def _list_tensors(self) -> ModuleState:
@@ -159,7 +161,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return module_state
 
     def _start(self, *, synchronize: bool) -> None:
-        """Make the engine. All ranks of the group come here together."""
+        """Make the engine. All ranks of the group call this together."""
         parent, shares = self._group.group(), self._options.shared_memory
         same = {"init_sync": synchronize, "the wrapper in its first forward": self._origin}
         groups = Groups.duplicate(parent, shared_memory=shares, **same)
@@ -197,14 +199,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._reducer.synchronizer.note_buffers()
 
     def _move(self, steps: int) -> Reducer[BucketSynchronizer]:
-        """Make the engine anew, in the default group of now, after so many steps; on all its ranks together.
+        """Make a new engine in the current default group, after ``steps`` steps. All ranks of it call this together.
 
-        What the gradients of this rank stand for, and what its compressor remembers, go along.
+        It takes over the weights of this rank's gradients, and the state of its compressor.
         """
         old, self._origin = self._reducer, "a new one"
         if old is not None:
             old.remove_hooks()
-            old.enabled = False  # outputs of a forward before this may still call it
+            old.enabled = False  # hooks on outputs of earlier forwards may still call it
         self._hooks.comm_state.move(steps)
         self._start(synchronize=False)
         assert self._reducer is not None
@@ -224,7 +226,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return ", ".join(filter(None, texts))
 
     def _ready(self) -> Reducer[BucketSynchronizer] | None:
-        """The engine, brought up to date with the module; None where there is nothing to synchronize with."""
+        """The engine, brought up to date with the module; None if torch.distributed is not initialized."""
         if self._reducer is None:
             if not dist.is_initialized():
                 return None
@@ -233,7 +235,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         reducer = self._reducer
         assert reducer is not None
         reducer.check()
-        # A recovery comes first: in it the other ranks speak of the module as it was.
+        # First recover, which finishes a step of the other ranks with the module as it was.
         if reducer.recover() and not self._module_state.is_current(self.module):
             with reducer.looking_at_module():
                 module_state = self._list_tensors()
@@ -245,9 +247,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module, with tensors on its device; any structure of inputs and outputs."""
+        """Call the wrapped module with its inputs moved to its device; inputs and outputs may be nested."""
         if torch.compiler.is_compiling():
-            # The engine is Python that must run at every call, not once when the graph is traced.
+            # The engine must run at every call, not only once while the graph is traced.
             args, kwargs = call_uncompiled(self._enter, args, kwargs)
             return call_uncompiled(self._leave, self._precision.call(self.module, args, kwargs))
         args, kwargs = self._enter(args, kwargs)
@@ -261,7 +263,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if reducer is not None and synchronizes:
             reducer.synchronizer.begin_step()
             reducer.synchronizer.times.begin_forward()
-        # torch does not take back what it sets at the beginning of join(); DdpJoinHook does at its end.
+        # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
         if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
             Join.notify_join_context(self)
         return self._inputs.to_device(args, kwargs)
@@ -277,9 +279,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Let backwards inside accumulate this rank's gradients without synchronizing them.
+        """A context in which ``backward()`` accumulates this rank's gradients without synchronizing them.
 
-        What counts is where ``backward()`` is called. The next one outside averages all that has accumulated.
+        Only the place of the call of ``backward()`` counts, not that of the forward. The next backward outside averages
+        all accumulated gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -289,7 +292,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward that is called now synchronizes; torch's name for it. May be set."""
+        """Whether a backward that is called now synchronizes gradients. May be set; the name is torch's."""
         return self._synchronizes
 
     @require_backward_grad_sync.setter
@@ -299,10 +302,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._reducer.enabled = self._synchronizes
 
     def train_apart(self, apart: bool = True) -> None:
-        """Let each rank train by itself, as ``LocalSGD`` does; on all ranks together.
+        """Let each rank train by itself, as ``LocalSGD`` does. All ranks call this together.
 
-        Backwards are not synchronized, ``weigh()`` is refused in them, and parameters are not compared any more. What
-        a compressor keeps is dropped at each change: it is of gradients, or of what parameters have changed by.
+        Backwards are not synchronized, ``weigh()`` raises, and parameters are not compared any more. A change drops the
+        state of a compressor, which belongs either to gradients or to differences of parameters.
 
         Args:
             apart: False synchronizes backwards again. Parameters are still not compared.
@@ -323,46 +326,52 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._reducer.synchronizer.train_apart(apart)
 
     def start_grad_sync(self) -> None:
-        """Start to synchronize what is in ``.grad`` now, without a backward.
+        """Start to synchronize the gradients in ``.grad`` without a backward.
 
-        For a step in which this rank has no backward at all, while others have one: call this or
-        :meth:`finish_grad_sync` instead. Must be followed by :meth:`finish_grad_sync`.
+        If this rank has no backward in a step in which other ranks have one, call this or :meth:`finish_grad_sync`
+        instead. It must be followed by :meth:`finish_grad_sync`.
         """
         if (reducer := self._ready()) is not None:
             reducer.start()
 
     def finish_grad_sync(self) -> None:
-        """Finish what :meth:`start_grad_sync` started, or do both: afterwards ``.grad`` holds the means."""
+        """Finish the synchronization that :meth:`start_grad_sync` has started, or run a whole one.
+
+        Afterwards ``.grad`` holds the averages.
+        """
         if (reducer := self._ready()) is not None:
             reducer.finish()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
-        """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
+        """Give this step up on all ranks; for a rank that cannot complete it and goes on with the next step.
 
-        They raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization, within a
-        second, and the next step works on all ranks. On this rank ``.grad`` is what it has computed. Not needed where
-        a backward has raised, or the communication: the others know of that, and the call does nothing before the next
-        forward. Needed where a rank raises between them, as in its loss, and goes on with the next step. In a second
-        step without a forward call :meth:`finish_grad_sync` instead. Wrong where the backward has come to its end, as
-        in an optimizer's step that raises: it would give up the next step.
+        The other ranks raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization,
+        within a second. The next step works on all ranks. On this rank ``.grad`` keeps what it has computed.
+
+        - Call it if this rank has raised outside of backward and communication, for instance in its loss.
+        - It is not needed if a backward or the communication has raised: the other ranks know of that, and the call
+          does nothing before the next forward.
+        - In a second such step without a forward, call :meth:`finish_grad_sync` instead.
+        - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
+          next step.
         """
         if (reducer := self._reducer) is not None:
             reducer.abort(reason)
 
     def check_in_sync(self) -> None:
-        """Compare the bits of parameters, and of buffers that are synchronized, across the ranks; on all together.
+        """Compare the bits of parameters, and of broadcast buffers, across the ranks. All ranks call this together.
 
         Raises:
-            DisagreementError: On every rank, with the same text; names what differs and on which ranks.
+            DisagreementError: On every rank, with the same text; names the tensors that differ, and the ranks.
         """
         if (reducer := self._ready()) is not None:
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
 
     def rank_times(self) -> list[RankTime]:
-        """How long each rank takes for a step, on average over the last 20, without what it waits for others.
+        """The duration of a step on each rank, without waiting for other ranks; the mean of the last 20 steps.
 
-        Rank 0 logs a warning where one is slow. Times are those of the host: on GPUs, of launching the work. Each rank
-        has the same table after a synchronized backward; empty before the first.
+        Rank 0 logs a warning if a rank is slow. Times are those of the host; on GPUs they measure launching the work.
+        All ranks have the same table after a synchronized backward. It is empty before the first one.
         """
         return [] if self._reducer is None else self._reducer.synchronizer.times.table()
 
@@ -371,16 +380,16 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return None if self._reducer is None else self._reducer.trace()
 
     def sharded(self) -> ShardedModel:
-        """Let every rank keep only its shards of the averages, for a distributed optimizer; on all ranks together.
+        """Keep only this rank's shards of averages, for a distributed optimizer. All ranks call this together.
 
-        From here on ``.grad`` is a ``ShardedGradient`` after a synchronized backward, or None.
+        From now on ``.grad`` is a ``ShardedGradient`` after a synchronized backward, or None.
         """
         if (reducer := self._ready()) is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
         return reducer.synchronizer.shard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, also those of which every rank keeps its shards."""
+        """Clear the gradients, including this rank's shards of averages."""
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)
@@ -408,9 +417,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def register_comm_hook(self, state: Any = NOT_GIVEN, hook: Any = NOT_GIVEN) -> RemovableHandle | None:
         """Register a compressor, or a hook: pytorch-pfn-extras' kind with one argument, torch's kind with two.
 
-        ``register_comm_hook(compressor)``: a :class:`ppe_ddp.compression.Compressor` averages the buckets from now
-        on, such as ``ErrorFeedback(PowerSGD(rank=4))``. What it remembers is in :meth:`comm_state_dict`. There may be
-        one; every rank must register the same, together.
+        ``register_comm_hook(compressor)``: a :class:`ppe_ddp.compression.Compressor`, such as
+        ``ErrorFeedback(PowerSGD(rank=4))``, averages the buckets from now on. Its state is in
+        :meth:`comm_state_dict`. There may be one. All ranks must register the same compressor together.
 
         ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
         sees every local ``.grad`` and may change, set or remove it. Communication then starts when backward
@@ -418,16 +427,16 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         ``register_comm_hook(state, hook)``: ``hook(state, bucket)`` reduces a bucket instead of the reduce
         function, and returns a ``torch.futures.Future`` of the flat result; torch's own hooks
-        (``torch.distributed.algorithms.ddp_comm_hooks``) are of this kind. There may be one. With a state that is
-        neither None nor a process group, buckets are made of the same parameters in every step, since such
-        hooks keep state by bucket. All ranks must register the same.
+        (``torch.distributed.algorithms.ddp_comm_hooks``) are of this kind. There may be one. If the state is
+        neither None nor a process group, buckets have the same parameters in every step, since such hooks keep
+        state by bucket. All ranks must register the same hook.
 
         Returns:
             For pytorch-pfn-extras' kind, a handle that removes the hook.
 
         Raises:
-            DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind, and what one rank
-                alone has registered, are compared in the next backward.
+            DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind are compared in the
+                next backward, and so is a plug that a single rank has registered.
             RuntimeError: There is a compressor or a hook of torch's kind already.
         """
         handle = self._hooks.add(state, hook)
@@ -440,11 +449,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return handle
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """A copy of what the compressor remembers on this rank, and of the order in which buckets are made.
+        """A copy of the compressor's state on this rank, and of the learned order of buckets.
 
-        Each rank has its own, to be saved beside the state of model and optimizer. Without a compressor it is that
-        order alone, which more than two ranks need to add up in the same order again; and, where some were not
-        broadcast yet, which submodules' buffers this rank has written. Empty without other ranks.
+        Save it on each rank, beside the state of model and optimizer. Without a compressor it has the order of buckets;
+        three or more ranks need that order to get the same rounding after a restart. If this rank has written buffers
+        since their last broadcast, it also has the names of their submodules. It is empty if torch.distributed is not
+        initialized.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
@@ -457,10 +467,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return state
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the compressor go on from what :meth:`comm_state_dict` gave on this rank; on all ranks together.
+        """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
-        Load the module before. What was kept while ranks trained apart is dropped where they do not now, and the
-        reverse: see :meth:`train_apart`.
+        Load the module first. The state of a compressor is dropped if it was saved in the other mode of
+        :meth:`train_apart`.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
@@ -484,21 +494,21 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
     ) -> Join:
-        """A context in which ranks may have different numbers of inputs; see torch's class of this name.
+        """A context in which ranks may have different numbers of inputs; see torch's ``Join``.
 
         Every forward with gradients enabled, outside ``no_sync()``, must be followed by one backward.
 
         Args:
-            divide_by_initial_world_size: Divide gradients by the number of all ranks, or else by the number of
-                those that still have inputs.
-            enable: Do anything at all.
-            throw_on_early_termination: Raise on every rank when the first one has run out, instead.
+            divide_by_initial_world_size: Divide gradients by the number of all ranks; else by the number of ranks that
+                still have inputs.
+            enable: False makes the context do nothing.
+            throw_on_early_termination: Raise on every rank when the first rank has run out of inputs.
         """
         same = divide_by_initial_world_size
         return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=same)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The part that this rank takes in the steps of others after its inputs have ended (``Joinable``)."""
+        """The hook that takes part in the steps of other ranks after this rank's inputs have ended (``Joinable``)."""
         return DdpJoinHook(
             self._reducer or self._ready(),
             self.module,
@@ -508,7 +518,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the small tensors of ``Join``."""
+        """The device of the tensors that ``Join`` communicates."""
         return self._inputs.device or torch.device("cpu")
 
     # ------------------------------------------------------------------ state
@@ -532,20 +542,20 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether buffers are synchronized; torch's name for it, though here they are after backward."""
+        """Whether buffers are broadcast. The name is torch's; here they are broadcast after backward."""
         return self._options.forward_sync_buffers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
+        """Load into the wrapped module; a checkpoint of torch's wrapper (with ``module.``) loads, too."""
         if self._reducer is not None:
-            self._reducer.recover()  # while buffers are what the other ranks take them for
+            self._reducer.recover()  # before loading: it may have to broadcast the old buffers
         loaded = super().load_state_dict(state_dict, strict, assign)
         if self._reducer is not None:
-            self._reducer.synchronizer.note_buffers()  # no forward has written them
+            self._reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but connections; the copy makes its own at its first forward, on all ranks together."""
+        """All but the engine; a copy makes its own in its first forward, on all ranks together."""
         if self._reducer is not None:
             self._hooks.comm_state.note_steps(self._reducer.groups)
         state = self.__dict__.copy()
@@ -555,6 +565,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore, and look at the module anew."""
+        """Restore, and list the module's tensors again."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._module_state = ModuleState(self.module, self._ignored())

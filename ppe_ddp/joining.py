@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 
 
 def _announce(groups: Groups) -> None:
-    """Tell the ranks that have joined, before its first message, that a synchronization begins; does not wait."""
-    with suppress(CommunicationError):  # the mask, in the same connections, fails as well
+    """Tell the ranks that have run out, before the first message, that a synchronization begins; does not wait."""
+    with suppress(CommunicationError):  # the mask uses the same connections and fails as well
         dist.all_reduce(torch.tensor([1]), dist.ReduceOp.MAX, group=groups.control, async_op=True)
 
 
 def _any_announces(groups: Groups) -> bool:
-    """The other side of :func:`_announce`, on a rank that has joined; False at the end, when all have."""
+    """Wait for :func:`_announce` of any rank, on a rank that has run out; False once all ranks have run out."""
     word = torch.tensor([0])
     work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
-    groups.failures.wait(work, word.device)  # a transport may not tell that another rank has failed
+    groups.failures.wait(work, word.device)  # looks for failures, which the transport may not notice
     return bool(word.item())
 
 
 class DdpJoinHook(JoinHook):
     """Takes part in the synchronizations of a wrapper after this rank's inputs have ended.
 
-    It calls ``before`` before each step, to bring the reducer up to date; that is None where nothing is synchronized.
+    It calls ``before`` before each step, which brings the reducer up to date. ``reducer`` is None if torch.distributed
+    is not initialized; then it does nothing.
     """
 
     def __init__(
@@ -68,21 +69,21 @@ class DdpJoinHook(JoinHook):
             reducer.synchronizer.announce = partial(_announce, reducer.groups)
 
     def main_hook(self) -> None:
-        """Take part in the synchronizations of the other ranks from now on, however many a forward has."""
+        """Take part in all synchronizations of the other ranks from now on, any number for each forward."""
         if self._listening is not None:
             if self._listening.done():
-                self._listening.result()  # raises what has failed
+                self._listening.result()  # raises the error of the thread
         elif self._reducer is not None:
-            # On a thread, since several wrappers may have joined: the others finish theirs in another order.
+            # A thread for each wrapper: other ranks may synchronize several joined wrappers in any order.
             self._listening = self._thread.submit(self._listen, self._reducer)
 
     def _listen(self, reducer: Reducer[BucketSynchronizer]) -> None:
         while self._hears(reducer):
-            with suppress(PeerAbortedError, NonFiniteGradientError):  # the others leave that step out, and go on
+            with suppress(PeerAbortedError, NonFiniteGradientError):  # the other ranks skip that step and go on
                 reducer.finish(silent=True)
 
     def _hears(self, reducer: Reducer[BucketSynchronizer]) -> bool:
-        """Whether the others begin a synchronization; connects with them again where a step has failed before."""
+        """Wait for the next synchronization; False once all ranks have run out. After a failure it connects again."""
         while True:
             self._before()
             self._connect(reducer)
@@ -93,19 +94,19 @@ class DdpJoinHook(JoinHook):
                 if not isinstance(told, PeerAbortedError):
                     raise told from error
                 if told.step is not None and told.step > reducer.groups.step:
-                    reducer.groups.step += 1  # the one that they would have announced
+                    reducer.groups.step += 1  # the failed step, which was not announced here
 
     def _connect(self, reducer: Reducer[BucketSynchronizer]) -> None:
         while reducer.synchronizer.must_renew():
-            with suppress(PeerAbortedError):  # failed again: the next attempt is the others' next step
+            with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
                 Completion(reducer.synchronizer.renewing(), reducer.groups).finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the module's state from a rank that went on to the end."""
+        """Copy the module's state from a rank that has trained to the end."""
         if self._listening is not None:
             self._listening.result()
         elif self._reducer is not None:
-            self._hears(self._reducer)  # no: those that listen may stop
+            self._hears(self._reducer)  # False: it lets the listening ranks stop
         self._thread.shutdown()
         reducer = self._reducer
         if reducer is None:

@@ -1,9 +1,9 @@
-"""Who is slow: each rank's own time in a step, without what it waits for others, goes along in its vote.
+"""Finds slow ranks: each vote carries the rank's own time in the step, without waiting for other ranks.
 
-    end of a synchronization to the next forward    data, optimizer and all else: a byte, on a logarithmic scale
-    that forward to the end of backward             computing: another byte
+    end of a synchronization to the next forward    data, optimizer and the rest: one byte, on a logarithmic scale
+    that forward to the end of backward             computation: another byte
 
-Every rank gets the times of all. Times are those of the host: on GPUs, of launching the work.
+Every rank gets the times of all ranks. Times are those of the host; on GPUs they measure launching the work.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ import torch
 logger = logging.getLogger("ppe_ddp")
 
 NBYTES = 2
-"""Of what a rank says."""
+"""The size of a rank's field."""
 WINDOW = 20
-"""Steps that are looked at."""
+"""The number of last steps that count."""
 SLOW = 1.2
-"""How long a slow rank takes at least, as a part of the median rank's time."""
-_MOST, _FEW = 19, 10  # steps of a window: ranks that are equally fast differ by chance, in half of them at most
-_LEAST_SECONDS = 2.0  # where a core is shared, an equal rank may get less of it for a second
+"""A slow rank takes at least this many times the median rank's time."""
+_MOST, _FEW = 19, 10  # slow steps in a window: from which on a rank is slow, and up to which it is slow by chance
+_LEAST_SECONDS = 2.0  # of slowness before a warning: on a shared core a rank may be slow for a second
 LEAST_MS = 1.0
-"""How much longer it takes at least: less is not worth a word."""
+"""A slow rank takes at least this much longer; smaller differences are ignored."""
 _JUDGED_EVERY = 4
 _PER_DOUBLING = 8
 _DECODED = [math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))]  # milliseconds
 _MILLIS = torch.tensor(_DECODED)
-# The nanoseconds from which on each code from 1 to 255 stands for them: what is nearest on that scale.
+# The lower limit of each code from 1 to 255, in nanoseconds; a time gets the nearest code on the logarithmic scale.
 _LIMITS = [-math.inf, *(1e3 * 2 ** ((code - 0.5) / _PER_DOUBLING) for code in range(1, 255))]
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """How long one rank takes for a step, on average over the last 20, without waiting for others.
+    """The duration of a step on one rank, without waiting for other ranks; the mean of the last 20 steps.
 
     Attributes:
         rank: The rank, in the wrapper's group.
-        compute_ms: From its first forward to the end of its backward, in milliseconds; NaN where it had none.
-        other_ms: From the end of the last synchronization to that forward: data loader, optimizer, and all else.
+        compute_ms: From its first forward to the end of its backward, in milliseconds; NaN if it had none.
+        other_ms: From the end of the last synchronization to that forward: data loader, optimizer and the rest.
         is_slow: Whether it takes over 20 % longer than the median rank, by 1 ms or more, in nearly every step.
     """
 
@@ -55,7 +55,7 @@ class RankTime:
 
 
 class RankTimes:
-    """The own times of all ranks in the last steps; rank 0 logs who is slow."""
+    """The times of all ranks in the last steps; rank 0 logs slow ranks."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -64,25 +64,25 @@ class RankTimes:
         self._count = 0
         self._ended_at = self._forward_at = 0
         self._slow: set[int] = set()
-        self._slow_ms: dict[int, float] = {}  # how long ranks that are to be named have been slow, by their own time
+        self._slow_ms: dict[int, float] = {}  # by rank that may be named: its own time since it became slow
 
     def begin_forward(self) -> None:
         if not self._forward_at:
             self._forward_at = perf_counter_ns()
 
     def end_step(self) -> None:
-        """The synchronization is over, or given up."""
+        """Note the end of the synchronization, also if it was given up."""
         self._ended_at, self._forward_at = perf_counter_ns(), 0
 
     def field(self, backward_at: int) -> bytes:
-        """What this rank says in a vote, if its backward was over then (``perf_counter_ns()``); zeros if unknown."""
+        """This rank's field in a vote; its backward was over at ``backward_at`` (``perf_counter_ns()``)."""
         if not (self._forward_at and self._ended_at):
             return bytes(NBYTES)
         compute, other = backward_at - self._forward_at, self._forward_at - self._ended_at
         return bytes([bisect(_LIMITS, compute), bisect(_LIMITS, other)])
 
     def note(self, field: bytes) -> None:
-        """Take in what the ranks have said, one after another; rank 0 logs who has become slow, or is so no more."""
+        """Take the fields of all ranks, in rank order; rank 0 logs which ranks have become slow, or normal again."""
         self._rows.append(field)
         self._count += 1
         if self._rank or self._count % _JUDGED_EVERY:
@@ -119,7 +119,7 @@ class RankTimes:
         return self._summary()[0] if self._rows else []
 
     def _summary(self) -> tuple[list[RankTime], list[int], float]:
-        """The averages of each rank, in how many steps each was slow, and the median rank's milliseconds a step."""
+        """The averages of each rank, the number of slow steps of each, and the median rank's milliseconds a step."""
         codes = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=torch.uint8).long()
         times = _MILLIS[codes].view(len(self._rows), -1, NBYTES)  # by step, rank and kind; NaN where unknown
         totals = times.sum(-1)

@@ -1,10 +1,11 @@
-"""Waiting: the one loop that waits for other ranks, and what moves while it does.
+"""The one loop that waits for other ranks, and advances all operations of this process meanwhile.
 
-    wait_until(arrived, look)     advance all that is outstanding, on every group     arrived? then return
-                                  yield the core; after some milliseconds, nap        now and then: look
+    wait_until(arrived, look)     advance all operations, of every group; return if arrived()
+                                  yield the core, or nap once some milliseconds are over; call look() now and then
 
-A rank that waits in one group serves the ranks that wait for it in another, so no order of collectives on different
-groups deadlocks. ``look`` raises what ends a wait: a rank has failed, the time is over. Ctrl-C comes through.
+A rank that waits in one group advances operations of other groups, for which other ranks may wait. So no order of
+collectives on different groups deadlocks. ``look`` raises to end a wait, as after the failure of a rank. Ctrl-C ends it
+as well.
 """
 
 from __future__ import annotations
@@ -31,49 +32,49 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_SPINS = 64  # between looks at the clock and at the transport
-_SPIN_SECONDS = 0.005  # before the core is given away ...
-_CROWDED_SECONDS = 0.0001  # ... where there are more ranks than cores
-# Most of a long wait, as for a network, is slept: the other ranks, and what moves the messages, need the core. The
-# naps make it longer by this part of itself at most.
+_SPINS = 64  # rounds of the loop between looks at the clock
+_SPIN_SECONDS = 0.005  # of yielding before the first nap ...
+_CROWDED_SECONDS = 0.0001  # ... if there are more ranks than cores
+# A long wait, as for a network, mostly sleeps: other ranks, and threads that move messages, need the core. Naps make
+# the wait longer by this fraction at most.
 _NAP_PART = 1 / 32
 _SHORTEST_NAP_SECONDS = 50e-6
-_LONGEST_NAP_SECONDS = 0.0002  # in which no network goes idle that MPI moves in our calls
+_LONGEST_NAP_SECONDS = 0.0002  # short enough that a network does not go idle if MPI moves messages only in calls
 _ASK_SECONDS = 0.001
-_REST = timedelta(milliseconds=50)  # a Work of gloo that is still under way then raises, which takes 80 us
+_REST = timedelta(milliseconds=50)  # after it a Work of gloo that is not done raises, which takes 80 us
 
 
 class Advancing(Protocol):
-    """What is registered with the progress engine."""
+    """An object that can be registered with the progress engine."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; True when nothing is left to do or to wait for."""
+        """Advance its operations without waiting; True if none is left."""
         ...
 
 
 class InFlight(Protocol):
-    """What a transport has under way."""
+    """An operation of a transport in flight."""
 
     def done(self) -> bool:
-        """Whether it has ended; moves it. Raises RuntimeError where it has failed."""
+        """Whether it has ended; the call also advances it. Raises RuntimeError if it has failed."""
         ...
 
     def block(self) -> None:
-        """Give the core to the threads that move it, for some milliseconds; nothing where only calls move it."""
+        """Give the core to the threads that advance it, for some milliseconds; returns at once if only calls do."""
         ...
 
 
 def in_flight(pending: object) -> InFlight | None:
-    """What torch has under way, a Work of C++ or a Future; None for what is to be waited for to its end at once."""
+    """Wrap a Work of C++ or a Future; None for an operation that can only be waited for by its ``wait()``."""
     if type(pending) is Work:
         return None if is_message(pending) else _PendingWork(pending)
     return _PendingFuture(pending) if is_future(pending) else None
 
 
 def is_message(pending: object) -> bool:
-    """Whether ``pending`` is gloo's Work of a message between two ranks, which must be waited for once, and to its end.
+    """Whether ``pending`` is gloo's Work of a point-to-point message, the only Work without a Future.
 
-    It is the only one without a Future. It tells that the message is there only to who waits for it.
+    It must be waited for once, without a timeout: ``is_completed()`` does not tell that the message has arrived.
     """
     if type(pending) is not Work:
         return False
@@ -90,7 +91,7 @@ class _PendingWork:
         self.done = work.is_completed
 
     def block(self) -> None:
-        with suppress(RuntimeError):  # the moment is over; its own error comes out of its wait()
+        with suppress(RuntimeError):  # the time is over, or it has failed, which its wait() raises again
             self._work.wait(_REST)
 
 
@@ -99,7 +100,7 @@ class _PendingFuture:
         self.done = future.done
         self._ended = threading.Event()
         if not future.done():
-            ended = self._ended  # not this object, which has the future
+            ended = self._ended  # a local, since the callback must not hold this object, which holds the future
             future.add_done_callback(lambda _: ended.set())
 
     def block(self) -> None:
@@ -107,31 +108,31 @@ class _PendingFuture:
 
 
 class ProgressEngine:
-    """Advances what this process has begun and not ended, on all its groups. There is one for each process."""
+    """Advances the operations in flight of this process, in all its groups. There is one engine in each process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held while anything is advanced."""
+        """Held while operations are advanced."""
         self.turns = 0
-        """How often all was advanced."""
+        """The number of times that all groups were advanced."""
         self.at_begin: list[Callable[[], None]] = []
-        """Called when there is something to advance."""
+        """Called when a group is added."""
         self._fence = threading.Lock()
         self._groups: list[Advancing] = []
-        self._added: list[Advancing] = []  # while all were advanced
+        self._added: list[Advancing] = []  # groups that were added while all were advanced
         self._is_advancing = False
         self._kept: list[tuple[InFlight, Any]] = []
         self._patience = _SPIN_SECONDS
 
     def expect(self, ranks: int) -> None:
-        """Give cores away sooner if one job has more ``ranks`` here than this node has cores."""
+        """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores."""
         if ranks > len(os.sched_getaffinity(0)):
             self._patience = _CROWDED_SECONDS
 
     def add(self, group: Advancing) -> None:
-        """Advance ``group`` in every call until it has nothing left to do."""
+        """Advance ``group`` in every :meth:`progress` until it has nothing left to do."""
         with self.lock:
-            if self._is_advancing:  # one of them has begun it; whether it stays in the list is not known yet
+            if self._is_advancing:  # called by a group that is being advanced, while the list is rebuilt
                 self._added.append(group)
             elif group not in self._groups:
                 self._groups.append(group)
@@ -139,17 +140,17 @@ class ProgressEngine:
                     call()
 
     def keep(self, call: InFlight, memory: Any) -> None:
-        """Keep ``memory`` alive until ``call`` has ended, though nobody waits for it any more."""
+        """Keep ``memory`` alive until ``call`` has ended, for a call that nobody waits for any more."""
         with self.lock:
             self._kept = [(one, held) for one, held in self._kept if not _is_done(one)]
             self._kept.append((call, memory))
 
     def progress(self) -> None:
-        """Do what can be done now, without waiting."""
+        """Advance all groups once, without waiting."""
         if not self._groups:
             return
         with self.lock:
-            if self._is_advancing:  # a group that is advanced has called back
+            if self._is_advancing:  # called by a group that is being advanced
                 return
             try:
                 self._is_advancing = True
@@ -163,7 +164,7 @@ class ProgressEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left to advance."""
+        """Whether no group has anything to advance."""
         return not self._groups
 
     def wait_until(
@@ -175,18 +176,18 @@ class ProgressEngine:
         nap: float = 0.0,
         rest: Callable[[], None] | None = None,
     ) -> bool:
-        """Advance everything until ``arrived()``; also what others wait for.
+        """Advance all groups until ``arrived()`` is true.
 
         Args:
-            arrived: Whether the wait is over.
-            look: Called now and then; raises what ends the wait.
-            seconds: How long at most; None for no limit.
-            nap: How long to sleep at least each time, in seconds; by default the core is only yielded at first.
-            rest: Gives the core to the threads that bring what is waited for (:meth:`InFlight.block`); called in place
-                of the naps while there is nothing to advance.
+            arrived: Tells whether the wait is over.
+            look: Called now and then; may raise to end the wait.
+            seconds: The longest wait in seconds; None for no limit.
+            nap: The shortest nap in seconds. With 0 the core is only yielded at first, and naps begin later.
+            rest: Gives the core to the threads that advance the operation (:meth:`InFlight.block`); called in place of
+                naps while no group has anything to advance.
 
         Returns:
-            Whether it has arrived; False when the time was over before.
+            True if it has arrived; False if the time is over.
         """
         start, least = 0.0, nap
         for spins in itertools.count(1):
@@ -212,7 +213,7 @@ class ProgressEngine:
         raise AssertionError("unreachable")
 
     def fence(self) -> None:
-        """Let no memory access move across: a release followed by an acquire, on every processor."""
+        """A full memory fence: no memory access moves across, as it is a release followed by an acquire."""
         self._fence.acquire()
         self._fence.release()
         self._fence.acquire()
@@ -222,12 +223,12 @@ class ProgressEngine:
 def _is_done(call: InFlight) -> bool:
     try:
         return call.done()
-    except RuntimeError:  # with an error, for which nobody waits
+    except RuntimeError:  # it has failed, and nobody waits for the error
         return True
 
 
 def each_process(make: Callable[[], _T]) -> Callable[[], _T]:
-    """``make``, called once in each process: a forked child has a result of its own."""
+    """Cache the result of ``make`` in each process: a forked child has a result of its own."""
     made = functools.cache(lambda _pid: make())
     return functools.wraps(make, updated=())(lambda: made(os.getpid()))
 
@@ -239,18 +240,19 @@ def progress_engine(_pid: int) -> ProgressEngine:
 
 
 class ProgressThread:
-    """A thread that advances what is under way while this process calls no backend of ours.
+    """A thread that advances operations in flight while this process makes no call that does.
 
-    A rank may sit in its computation, or in a blocking call of another library, while others wait for its part. The
-    thread naps: whoever waits in our own loop is quicker, and is left alone.
+    A rank may be busy with its computation, or blocked in a call of another library, while other ranks wait for its
+    part. The thread sleeps in naps. It does nothing while another thread of this process waits in ``wait_until()``,
+    which advances faster.
 
     Args:
-        pid: Of this process.
-        name: Of the thread.
-        long_nap: Seconds between looks while this process comes by itself: each end of one takes the interpreter from
-            it.
-        short_nap: Seconds between looks while nobody else advances what is under way.
-        rest_after: Naps with nothing under way before it sleeps until something begins.
+        pid: This process.
+        name: The thread's name.
+        long_nap: Seconds between looks while other threads advance the operations. Each look takes the interpreter
+            from them.
+        short_nap: Seconds between looks while no other thread advances them.
+        rest_after: The number of naps without operations in flight after which it sleeps until one begins.
     """
 
     def __init__(self, pid: int, name: str, *, long_nap: float, short_nap: float, rest_after: int) -> None:
@@ -265,7 +267,7 @@ class ProgressThread:
 
     @property
     def is_resting(self) -> bool:
-        """Whether it sleeps until something begins."""
+        """Whether it sleeps until an operation begins."""
         return not self._work.is_set()
 
     def _wake(self) -> None:
@@ -286,11 +288,11 @@ class ProgressThread:
                 if is_left:
                     self._progress.progress()
             self._work.clear()
-            if not self._progress.is_idle:  # begun before that
+            if not self._progress.is_idle:  # an operation has begun before clear()
                 self._work.set()
 
     def _end(self) -> None:
-        """Leave torch and MPI before Python ends: a thread that comes back from them then ends the process."""
+        """End the thread before Python ends: a thread that returns from torch or MPI later would abort the process."""
         self._is_ending = True
         self._work.set()
         self._thread.join()
@@ -298,26 +300,26 @@ class ProgressThread:
 
 @functools.cache
 def background_thread(pid: int) -> ProgressThread:
-    """The thread for shared memory: a rank that computes must do its part for the others."""
+    """The thread for shared memory, in which a rank must do its part of a collective even while it computes."""
     return ProgressThread(pid, "ppe_ddp-background", long_nap=0.01, short_nap=0.002, rest_after=10)
 
 
 @functools.cache
 def network_thread(pid: int) -> ProgressThread:
-    """The thread for a network that moves only in calls, as under MPI: in naps of 1 ms one of 1 Gbit/s goes idle."""
+    """The thread for a network that is advanced only in calls, as under MPI; with 1 ms naps 1 Gbit/s would go idle."""
     return ProgressThread(pid, "ppe_ddp-progress", long_nap=0.0002, short_nap=0.0002, rest_after=1)
 
 
 def paced(
     question: Callable[[], object], seconds: float = _ASK_SECONDS, *, longest: float = 0.0, at_once: bool = True
 ) -> Callable[[], bool]:
-    """``question``, asked once in so many seconds at most: the store that it asks may be far, and all ranks ask it.
+    """Limit how often ``question`` is called: it mostly asks a store, which may be remote, and all ranks ask it.
 
     Args:
-        question: What is asked.
-        seconds: Between two times.
-        longest: Up to where these seconds double each time.
-        at_once: Whether it is asked in the first call; else so many seconds after now.
+        question: The function.
+        seconds: The shortest time between two calls; between them the result is False.
+        longest: The limit up to which this time doubles with each call; 0 keeps it.
+        at_once: Whether the first call asks; else it waits for ``seconds`` from now.
     """
     asked, pause = 0.0 if at_once else time.monotonic(), seconds
 

@@ -1,15 +1,15 @@
-"""Means that are not over all ranks alike: weighted by samples or tokens, or over those that have a gradient.
+"""Weighted means of gradients: by samples or tokens, or over the ranks that have a gradient.
 
     weigh(loss, tokens)        multiplies the loss by tokens / unit; the unit is a constant of this process
-    a backward begins          each wrapper that it reaches counts the tokens of the losses behind it
+    backward begins            each wrapper that it reaches counts the tokens of the losses behind it
     mask                       carries the tokens of each rank
     first bucket is packed     gradients are multiplied by unit * ranks / tokens of all ranks, and then averaged
 
-So the mean over the ranks is the gradient of the mean loss of all tokens, with no message more. Counts of backwards in
-``no_sync()`` add up until the gradients are synchronized.
+So the mean over the ranks is the gradient of the mean loss of all tokens, without a further message. Counts of
+backwards in ``no_sync()`` add up until the gradients are synchronized.
 
-    vote                       carries, for each parameter that is averaged where it is used, which ranks have used it
-    averages are handed over   and multiplied by the count of all ranks / that of those
+    vote                       carries, for each parameter with ``average_where_used``, which ranks have used it
+    averages are handed over   they are multiplied by the count of all ranks / the count of these ranks
 """
 
 from __future__ import annotations
@@ -40,32 +40,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
-"""What a rank says that has no gradients, and one whose gradients have no weight; between them 1 + float32."""
+"""The words of a rank without gradients, and of a rank whose gradients have no weight. A weight is 1 + the bits of its
+float32, which lies between them."""
 UNWEIGHTED_BYTES = b"\x00\xff"
 SAID = tuple(struct.pack(">I", word) for word in (_NOTHING, _UNWEIGHTED))
-"""What a rank says without gradients, and with some, where it has not weighed."""
+"""The field of a rank that has not weighed: without gradients, and with some."""
 NBYTES = 4
-"""Of what a rank says."""
+"""The size of a rank's field."""
 _Versions = list[tuple[int, int]] | None
 
 
 def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
-    """Say how many samples or tokens a mean loss stands for, so that gradients are averaged over all of those.
+    """Give a mean loss the number of its samples or tokens, so that gradients are averaged over all of them.
 
-    ``weigh(loss, tokens).backward()`` in place of ``loss.backward()`` makes ``.grad``, once it is synchronized, the
+    Call ``weigh(loss, tokens).backward()`` in place of ``loss.backward()``. After synchronization ``.grad`` is then the
     gradient of the mean over the tokens of all ranks, and of all backwards under ``no_sync()`` since the last
-    synchronization, however many tokens each had. It is the same without a launcher, on one rank that has a wrapper.
+    synchronization; each may have another number of tokens. It works without a launcher, too, on one rank with a
+    wrapper.
 
-    A rank all whose counts are 0 contributes nothing, whatever its loss is, and gets the averages. One that has no
+    A rank whose counts are all 0 contributes nothing, even if its loss is NaN, and gets the averages. A rank without a
     backward calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts.
 
     Args:
-        loss: Of any shape, floating-point: a mean over ``count``.
+        loss: A floating-point tensor of any shape: a mean over ``count`` samples or tokens.
         count: Finite and not negative; a number, or a tensor of one element, for which the host waits. The sum of a
             rank's counts is sent as float32: integers up to 16,777,216 are exact.
 
     Returns:
-        The loss times a constant of this process; call ``backward()`` on it, and print the loss that was given.
+        The loss times a constant of this process. Call ``backward()`` on it, but print the given loss.
 
     Raises:
         ValueError: The count is negative, infinite or NaN.
@@ -81,7 +83,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
 
 
 class _Weigh(torch.autograd.Function):
-    """The node of a loss that has a weight; lives as long as its graph."""
+    """The autograd node of a weighted loss; lives as long as its graph."""
 
     alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
     unit: ClassVar[float] = 0.0
@@ -89,7 +91,7 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
         if count and not _Weigh.unit:
-            _Weigh.unit = 2.0 ** round(math.log2(count))  # products stay about as large as the loss, and are exact
+            _Weigh.unit = 2.0 ** round(math.log2(count))  # a power of two: products are exact, and near the loss
         ctx.count, ctx.executions, ctx.end = count, 0, lambda: None
         ctx.factor = count / (_Weigh.unit or 1.0)
         _Weigh.alive.add(ctx)
@@ -101,8 +103,8 @@ class _Weigh(torch.autograd.Function):
         def end() -> None: ...
 
         at_end_of_backward(end)
-        ctx.end = weakref.ref(end)  # which lives as long as the graph task
-        Weights.look_all()  # no gradient has arrived yet: tied parameters may, before a backward comes to each wrapper
+        ctx.end = weakref.ref(end)  # lives as long as the graph task
+        Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.factor, None
 
@@ -113,15 +115,15 @@ class _Parameter(Protocol):
 
 
 class Weights:
-    """How much the gradients of one wrapper stand for that were not synchronized yet.
+    """The counts of the gradients of one wrapper that are not synchronized yet.
 
     Args:
-        has_nonzero: Tells whether this rank has anything but zeros of some gradients.
+        has_nonzero: Tells whether any element of some gradients is not zero on this rank.
 
     Attributes:
         total: The sum of the counts.
-        is_weighed: Whether there are any.
-        is_nothing: Whether there are, and all are 0.
+        is_weighed: Whether there are counts.
+        is_nothing: Whether there are counts, and all are 0.
         synchronized: The sum of all ranks' counts in the last synchronization.
     """
 
@@ -131,29 +133,29 @@ class Weights:
 
     def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
-        self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and what it found
+        self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and the gradients before it
         self.parameters: Sequence[_Parameter] = ()  # of the wrapper
         self._has_nonzero = has_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._left: _Versions = []  # None where no comparison is needed
-        self._is_dropped = False  # whether a step has failed, and left no gradient that could be dropped
+        self._left: _Versions = []  # None if no comparison is needed
+        self._is_dropped = False  # a step has failed and left no gradient that the user could drop
         self._task = -1
         self._is_used = False
         self.total, self.is_weighed, self.is_nothing, self.synchronized = 0.0, False, False, 0.0
-        self.is_refused = False  # whether each rank trains by itself, where a count has no meaning
+        self.is_refused = False  # each rank trains by itself, so a count has no meaning
 
     def note(self, arrived: int | None = None, *, is_synchronized: bool) -> None:
-        """A backward has come to the wrapper, whose gradients but that of ``arrived`` have not changed yet.
+        """Count the losses of a backward that has reached the wrapper; only the gradient ``arrived`` has changed yet.
 
-        If it ``is_synchronized``, at its end :meth:`settle` is called, or :meth:`remember` where that has failed.
+        If the backward ``is_synchronized``, :meth:`settle` is called at its end, or :meth:`remember` after a failure.
         """
         if not _Weigh.alive or self._task == (task := graph_task()):
             return
         self._task = task
         behind = {}
         for node in list(_Weigh.alive):
-            is_over = node.end() is None  # its execution, if there was one, belongs to an older backward
+            is_over = node.end() is None  # its last execution, if any, was in an older backward
             execution = node.executions + is_over
             if self._counted.get(node, 0) < execution and not (is_over and not self._is_executed(node)):
                 behind[node] = execution
@@ -173,7 +175,7 @@ class Weights:
                 "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
             )
         if not has_gradients and (self._is_dropped or self._left != versions):
-            self.settle()  # the user has dropped what was weighed before
+            self.settle()  # the user has dropped the gradients that were counted before
         self._left, self._is_dropped = None, False
         if not is_synchronized:
             at_end_of_backward(self.remember)
@@ -183,7 +185,7 @@ class Weights:
 
     @classmethod
     def look_all(cls) -> None:
-        """A backward begins: note which gradients there are, in each wrapper."""
+        """Note the existing gradients of each wrapper, as a backward begins."""
         task = graph_task()
         for weights in list(cls._all):
             if weights._before[0] != task:
@@ -199,17 +201,19 @@ class Weights:
         return list(filter(EXISTS, map(GRADIENT, parameters)))
 
     def remember(self, *, has_failed: bool = False) -> None:
-        """The backward is over, and its gradients, which are in ``.grad``, are not synchronized yet.
+        """Note the gradients in ``.grad`` at the end of a backward, which are not synchronized yet.
 
-        Where that ``has_failed``, and there are none, nobody sees whether the user drops the step: another backward
-        begins a new one, and ``finish_grad_sync()`` without a backward takes this one again. So do other wrappers.
+        If the step ``has_failed`` and left no gradients, it does not show whether the user drops it. Then another
+        backward begins a new step, and ``finish_grad_sync()`` without a backward repeats this one. The same holds for
+        other wrappers.
         """
         if has_failed:
             self._note_failure()
         if not self.is_weighed:
             return
         gradients = self._gradients()
-        # If one is not zero, who finds nothing but zeros later need not compare. A GPU would be waited for.
+        # If some gradient is not zero, zeros found later show that it was dropped, and versions are not needed. Not on
+        # GPUs, for which the host would wait.
         is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
         self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
 
@@ -219,29 +223,29 @@ class Weights:
             weights._is_dropped = weights.is_weighed and not weights._gradients()
 
     def give_up(self) -> None:
-        """The step is given up: what was weighed counts for the gradients there are, if any."""
+        """Give the step up: the counts stay only if there are gradients."""
         self._note_failure()
         if self._is_dropped:
             self.settle()
 
     def settle(self) -> None:
-        """The gradients were synchronized, or are gone."""
+        """Drop the counts, as the gradients were synchronized or dropped."""
         self.total, self.is_weighed, self.is_nothing, self._is_dropped = 0.0, False, False, False
 
     def are_zeros(self) -> bool:
-        """Whether gradients that no backward brings are just zeros; asked of them only if some rank has weighed."""
+        """Whether all gradients of a synchronization without a backward are zero; False if no rank has weighed."""
         return (self._is_used or bool(_Weigh.unit)) and not self._has_nonzero(self._gradients())
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
-        """What this rank says in a mask; ``is_manual`` where no backward has come to :meth:`note` for it."""
+        """This rank's field in a mask; ``is_manual`` for a synchronization without a backward."""
         if is_manual and not has_gradients and self._left != _versions(self._gradients()):
-            self.settle()  # the user has dropped what was weighed before
+            self.settle()  # the user has dropped the gradients that were counted before
         if self.is_weighed and not silent:
             return struct.pack(">I", struct.unpack(">I", struct.pack(">f", self.total))[0] + 1)
         return SAID[has_gradients]
 
     def factor(self, field: bytes) -> float | None:
-        """What gradients here are multiplied by before the average, by what all have said; None where nobody weighs."""
+        """The factor of this rank's gradients before averaging, by the fields of all ranks; None if no rank weighs."""
         if not field.strip(UNWEIGHTED_BYTES):
             return None
         self._is_used = True
@@ -258,12 +262,12 @@ class Weights:
 
     @property
     def factor_alone(self) -> float:
-        """The same for one rank alone, which sends nothing."""
+        """The factor of gradients in a group of one rank."""
         return _Weigh.unit / self.total if self.total else 1.0
 
 
 def _versions(gradients: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which tensors these are, and how often each was changed: gradients may well be zero."""
+    """The identity and version of each gradient, which show replacements and changes, even of zeros."""
     return [(id(gradient), version_of(gradient)) for gradient in gradients]
 
 
@@ -276,7 +280,7 @@ def _count(word: int) -> float:
 
 
 class WhereUsed:
-    """Parameters whose gradients are averaged over the ranks that have them; tells these ranks by bits of a vote."""
+    """Parameters whose gradients are averaged over the ranks that have them; bits of a vote tell these ranks."""
 
     def __init__(self, patterns: Literal[True] | Sequence[str], names: Sequence[str]) -> None:
         chosen = ["*"] if patterns is True else patterns
@@ -284,12 +288,12 @@ class WhereUsed:
         self._nbytes = -(-len(self._indices) // 8)
 
     def field(self, used: Collection[int]) -> bytes:
-        """What this rank says in a vote, which has ``used`` these parameters: it has sent a gradient of each."""
+        """This rank's field in a vote; ``used`` has the parameters of which it has sent a gradient."""
         bits = "".join("01"[i in used] for i in self._indices)
         return int(f"0{bits}", 2).to_bytes(self._nbytes, "big")
 
     def factors(self, field: bytes, weights: bytes) -> dict[int, float]:
-        """What averages are multiplied by, by parameter index, where not 1; the fields are those of all ranks."""
+        """The factors of averages, by parameter index, without those that are 1; the fields have all ranks."""
         starts = range(0, len(field), self._nbytes or 1)
         is_weighed = bool(weights.strip(UNWEIGHTED_BYTES))
         counts = [*map(_count, _words(weights))] if is_weighed else [1.0] * len(starts)

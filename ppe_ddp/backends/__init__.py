@@ -1,7 +1,7 @@
-"""Backends that torch.distributed lacks, under their names: importing this package registers them.
+"""Backends for torch.distributed; importing this package registers them.
 
-Registering costs nothing: what a backend stands on (mpi4py, an MPI library, CuPy) is loaded when the first group over
-it is made, so that a program which never asks for it neither needs nor starts it.
+Registering costs nothing. The libraries of a backend (mpi4py, an MPI library, CuPy) are loaded when the first group
+over it is made. So a program that does not use a backend does not need its libraries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make ``mpi4py``, ``shm`` and ``cupy_nccl`` backends and ``mpi://`` an init method of torch.distributed.
+    """Register the backends ``mpi4py``, ``shm`` and ``cupy_nccl``, and the init method ``mpi://``, with torch.
 
     A second call changes nothing.
     """
@@ -71,7 +71,7 @@ def _import_mpi() -> None:
     try:
         from mpi4py import MPI  # noqa: F401
     except (ImportError, RuntimeError) as error:
-        # mpi4py raises RuntimeError where it is installed and finds no MPI library.
+        # mpi4py raises RuntimeError if it finds no MPI library.
         raise ImportError(
             f"the backend 'mpi4py' needs mpi4py and an MPI library, and loading them failed ({error}); "
             'install both by: pip install "ppe-ddp[mpi]"'

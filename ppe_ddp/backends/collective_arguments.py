@@ -1,6 +1,6 @@
 """Arguments of collectives: their checks, and memory that a wire can read and write.
 
-The checks see one rank's arguments; whether the ranks fit together nothing checks here.
+The checks look at the arguments of one rank. They do not compare arguments between ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CollectiveArguments:
         self.size = size
 
     def check_whole(self, what: str, part: Tensor, whole: Tensor) -> None:
-        """``whole`` has as many elements as the ``part`` of every rank."""
+        """Check that ``whole`` has world size times the elements of ``part``."""
         check_dtypes(part, whole)
         if whole.numel() != part.numel() * self.size:
             raise ValueError(
@@ -37,7 +37,7 @@ class CollectiveArguments:
             )
 
     def check_parts(self, what: str, part: Tensor, parts: Sequence[Tensor]) -> None:
-        """There is one of ``parts`` for each rank, and this rank's has the size of ``part``."""
+        """Check that ``parts`` has a tensor for each rank, and that this rank's has the size of ``part``."""
         self.check_list(parts, f"tensors of {what}", part)
         if parts[self.rank].numel() != part.numel():
             raise ValueError(
@@ -46,13 +46,13 @@ class CollectiveArguments:
             )
 
     def check_list(self, tensors: Sequence[Tensor], what: str, *others: Tensor) -> None:
-        """There is one of ``tensors`` for each rank; ``others`` have the same dtype."""
+        """Check that ``tensors`` has one for each rank, and that all, with ``others``, have one dtype."""
         if len(tensors) != self.size:
             raise ValueError(f"rank {self.rank}: {len(tensors)} {what}, one for each of {self.size} ranks is needed")
         check_dtypes(*others, *tensors)
 
     def split_sizes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """How many elements of ``tensor`` each rank's rows have; without ``splits`` the parts are equal."""
+        """The number of elements of each rank's rows of ``tensor``; without ``splits`` the parts are equal."""
         rows = tensor.shape[0] if tensor.dim() else tensor.numel()
         if not splits:
             if rows % self.size:
@@ -65,12 +65,12 @@ class CollectiveArguments:
 
 
 class HostMemory:
-    """Memory of tensors that a wire of ``backend`` can read and write: their own where possible.
+    """Provides memory that a wire can read and write: a tensor's own memory if possible, else a copy.
 
     Args:
         rank: This rank, for errors.
-        backend: Its name, for errors.
-        takes_cuda: Whether CUDA tensors are taken: copied to pinned memory and back.
+        backend: The backend's name, for errors.
+        takes_cuda: Whether CUDA tensors are supported: they are copied to pinned memory and back.
         gpu_aware: Whether the wire reads and writes CUDA memory itself.
     """
 
@@ -81,35 +81,35 @@ class HostMemory:
         self._gpu_aware = gpu_aware
 
     def input(self, tensor: Tensor) -> Tensor:
-        """The tensor, where the wire can read its memory, else a contiguous copy (of CUDA: in pinned memory)."""
+        """The tensor, if the wire can read its memory, else a contiguous copy (for CUDA in pinned memory)."""
         if self._is_own(tensor):
-            return tensor.data  # as a backend in C++ writes there, unseen by autograd
+            return tensor.data  # so that autograd does not see the write, as with a backend in C++
         host = self._empty(tensor, tensor.shape)
         host.copy_(tensor.detach(), non_blocking=True)
         _synchronize(tensor)
         return host
 
     def output(self, tensor: Tensor) -> Tensor:
-        """Memory of a tensor's size that the wire can write."""
+        """Memory of the tensor's size that the wire can write: its own if possible."""
         return tensor.data if self._is_own(tensor) else self._empty(tensor, tensor.shape)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Memory for ``tensors`` one after another; for none of them, no bytes."""
+        """New memory for all ``tensors``, one after another; empty if there are none."""
         for tensor in tensors:
-            self._is_own(tensor)  # raises for what cannot be
+            self._is_own(tensor)  # raises for unsupported tensors
         if not tensors:
             return torch.empty(0, dtype=torch.uint8)
         return self._empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copies of ``tensors`` one after another."""
+        """Copies of all ``tensors``, one after another in one tensor."""
         flat = pack(self.flat(tensors), tensors)
         if tensors:
             _synchronize(tensors[0])
         return flat
 
     def copy_back(self, tensor: Tensor, host: Tensor) -> None:
-        """Copy what the wire wrote to where the user wants it, if that is elsewhere; in the current stream's order."""
+        """Copy the result from ``host`` to the user's ``tensor``, unless it is the same memory; in stream order."""
         if host.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
 
@@ -119,7 +119,7 @@ class HostMemory:
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
     def _is_own(self, tensor: Tensor) -> bool:
-        """Whether the wire can use the memory of ``tensor`` itself; TypeError where the backend is not for it."""
+        """Whether the wire can use the memory of ``tensor`` itself; TypeError if the backend does not support it."""
         if tensor.layout is not torch.strided:
             raise TypeError(
                 f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"
@@ -134,25 +134,25 @@ class HostMemory:
 
 
 def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Copy ``tensors`` one after another into ``flat``, which may be pinned memory: the copies are not waited for."""
+    """Copy ``tensors`` one after another into ``flat``; copies from a GPU to pinned memory are not waited for."""
     for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
         part.copy_(tensor.detach(), non_blocking=True)
     return flat
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy to ``tensors`` what lies one after another in ``flat``."""
+    """Copy the parts of ``flat``, one after another, to ``tensors``."""
     for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
         tensor.detach().copy_(part, non_blocking=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, 1-D."""
+    """The memory of a contiguous tensor, as a 1-D tensor of bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two contiguous tensors share memory, which torch allows for input and output and MPI forbids."""
+    """Whether two contiguous tensors share memory: torch allows it for input and output, and MPI forbids it."""
     start, begin = one.data_ptr(), other.data_ptr()
     return start < begin + other.nbytes and begin < start + one.nbytes
 
@@ -168,7 +168,7 @@ def _synchronize(tensor: Tensor) -> None:
 
 
 def check_dtypes(*tensors: Tensor) -> None:
-    """Raise TypeError where tensors of one collective have different dtypes."""
+    """Raise TypeError if the tensors of one collective have different dtypes."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         raise TypeError(f"tensors of different dtypes in one collective: {sorted(map(str, dtypes))}")

@@ -1,10 +1,10 @@
-"""Compares what the ranks call before it runs, if PPE_DDP_DEBUG=1: MPI, gloo and shared memory do not all see that.
+"""Compares the ranks' calls of collectives before they run, if PPE_DDP_DEBUG=1: not every transport detects a mismatch.
 
-    rank 0 calls all_reduce(float32 x 10)    writes that to the store    all have written: the same? begin it
-    rank 1 calls all_reduce(float64 x 10)    writes that to the store    not the same: an error on every rank
+    rank 0 calls all_reduce(float32 x 10)    writes that to the store    if all ranks have written the same: begin it
+    rank 1 calls all_reduce(float64 x 10)    writes that to the store    if they differ: an error on every rank
 
-A call does not wait for it: the group's collectives are begun in turn, as the ranks are found to agree, whenever this
-process calls the backend. So the order of calls on different groups is as free as without it.
+A call does not wait for the comparison. Whenever this process calls the backend, the group begins the collectives on
+which the ranks agree by then, in order. So the order of calls on different groups is as free as without comparison.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _COMMON = {
     "reduce_scatter": (0, 1, 2),
     "reduce_scatter_list": (1, 2),
 }
-"""Which arguments of a collective are the same on every rank; of others the dtype and the root are."""
+"""The positions of arguments that must be the same on every rank. For other collectives these are dtype and root."""
 
 
 def compares_collectives() -> bool:
-    """Whether the user wants them to be compared."""
+    """Whether collectives are to be compared."""
     return os.environ.get("PPE_DDP_DEBUG") == "1"
 
 
@@ -52,16 +52,16 @@ class _ComparedCall:
         self._rows = rows
         self._waits = waits
         self._work: Work | None = None
-        self.reason: BaseException | None = None  # why it has ended before it was begun
+        self.reason: BaseException | None = None  # the error with which it has ended before it was begun
 
     def begin(self) -> None:
         try:
             self._work = combined([self._method(*row) for row in self._rows], self._waits)
-        except Exception as error:  # in its arguments
+        except Exception as error:  # its arguments are wrong
             self.reason = error
 
     def poll(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has succeeded; raises its error."""
         if self.reason is not None:
             raise self.reason
         if self._work is None or not self._work.is_completed():
@@ -70,22 +70,22 @@ class _ComparedCall:
 
 
 class CollectiveComparison:
-    """Compares the collectives of one group, whose ranks share ``store`` for this alone."""
+    """Compares the collectives of one group; the ranks use ``store`` only for this."""
 
     def __init__(self, store: WrittenKeys, rank: int, size: int, waits: Waits) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._waits = waits
         self._progress = progress_engine(os.getpid())
-        self._number = 0  # of the collective that is compared
-        self._meeting: Meeting | None = None  # where the ranks say what they call; None before this rank has said it
-        self._last: Meeting | None = None  # of the one before
+        self._number = 0  # of the collective being compared
+        self._meeting: Meeting | None = None  # of the collective being compared; None before this rank has come to it
+        self._last: Meeting | None = None  # of the previous collective
         self._error: BaseException | None = None
         self._queue: deque[_ComparedCall] = deque()
         self._are_here = paced(lambda: self._meeting is not None and self._meeting.outcome())
         waits.at_failure.append(self._give_up)
 
     def append(self, method: Callable[..., Work], rows: Sequence[tuple[Any, ...]]) -> Work:
-        """Begin a call that all ranks make alike: ``method`` of a collective, with each of ``rows`` as arguments."""
+        """Queue the calls of ``method`` with each of ``rows`` as arguments, to begin when all ranks agree."""
         call = _ComparedCall(method, rows, self._waits)
         with self._progress.lock:
             self._queue.append(call)
@@ -94,7 +94,7 @@ class CollectiveComparison:
         return Work(call.what, self._waits, call.poll, absent=self.absent)
 
     def advance(self) -> bool:
-        """Begin what all ranks have called; whether nothing is left to compare."""
+        """Begin the calls that all ranks have made; returns whether the queue is empty."""
         while self._queue:
             if self._error is not None:
                 self._fail_all(self._error)
@@ -108,7 +108,7 @@ class CollectiveComparison:
             self._error = self.disagreement()
             if self._error is not None:
                 continue
-            # All have come to this one: so all have seen that they agree on the one before.
+            # All ranks have come to this meeting, so all have read the outcome of the last one.
             if self._last is not None:
                 self._last.forget()
             self._last, self._meeting = self._meeting, None
@@ -116,14 +116,14 @@ class CollectiveComparison:
         return True
 
     def absent(self) -> list[int]:
-        """The ranks that have not called the collective that is compared, as far as is known."""
+        """The ranks that have not made the call being compared, as far as is known."""
         return [] if self._meeting is None else self._meeting.absent()
 
     def disagreement(self) -> DisagreementError | None:
-        """The error of ranks that have called different collectives; None if they have not, or not all have called."""
+        """The error if the ranks have made different calls; None if the calls agree, or some rank has made none."""
         try:
             outcome = None if self._meeting is None else self._meeting.outcome()
-        except RuntimeError:  # the store is gone, with the rank that has served it
+        except RuntimeError:  # the store has gone with the rank that served it
             return None
         if outcome is None or len(set(outcome.words)) == 1:
             return None

@@ -1,10 +1,10 @@
-"""Collectives on tensors within one group: through shared memory where that can be, by the group's wire where not.
+"""Collectives on tensors within one group: through shared memory if possible, else by the group's wire.
 
-All ranks come to the same answer which way a collective goes: by its name, the size and dtype of the whole. Each is
-begun in the call, and under way until it is waited for. Apart from the process group, which only translates torch's
-many names, because here is what can be measured and what can be numerically wrong.
+The way follows from the collective, its total size and its dtype, so it is the same on all ranks. A call begins the
+collective, which is in flight until it is waited for. The process group (``group.py``) only translates torch's names to
+these methods.
 
-    steps of an all-reduce    begin piece 1    done?    begin piece 2    done?    bring the result home
+    steps of an all-reduce    begin piece 1    done?    begin piece 2    done?    copy the result back
 """
 
 from __future__ import annotations
@@ -37,37 +37,38 @@ _Kind: Any = ReduceOp.RedOpType
 class Collectives:
     """All collectives of one group; an ``op`` is a ReduceOp.
 
-    Every method must be called by all its ranks, in the same order; what it returns is to be waited for. Errors in this
-    rank's own arguments are raised by the call.
+    All ranks must call the methods in the same order, and wait for the returned Work. A call raises for errors in this
+    rank's own arguments.
 
-    Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says: shared memory
-    has an error where they do not; MPI computes wrong numbers or hangs, and gloo ends the process.
+    Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says. If they do
+    not, shared memory raises an error, MPI computes wrong numbers or hangs, and gloo ends the process.
 
     Args:
-        wire: Joins the ranks.
-        memory: Where the wire reads and writes tensors.
-        direct_bytes: All-reduces and all-gathers of up to so many bytes by the wire are sent from each rank to each at
-            once, and added up when they have come.
+        wire: Connects the ranks.
+        memory: Provides memory that the wire can read and write.
+        direct_bytes: The largest size of an all-reduce or all-gather over the wire in which each rank sends to each
+            other one directly.
     """
 
     def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:
         self.rank = rank
         self.size = wire.size
-        # Runs what goes through shared memory; set when the ranks have been connected there.
+        # Runs collectives through shared memory; set when the ranks have connected there.
         self.shared: SharedMemoryGroup | None = None
         self._wire = wire
         self._waits = waits
         self._memory = memory
         self._direct_bytes = direct_bytes
         self._arguments = CollectiveArguments(rank, wire.size)
-        self._is_queued = bool(wire.piece_bytes)  # a wire that only calls of this process move
+        self._is_queued = bool(wire.piece_bytes)  # the wire advances only in calls of this process
         self._calls = CallQueue(waits) if self._is_queued else CallSet(waits)
         self._scratch: dict[torch.dtype, Tensor] = {}
 
     def all_reduce(self, tensor: Tensor, op: Any, source: int | None = None) -> Work:
         """Reduce ``tensor`` over the ranks, in place; the same size and dtype everywhere.
 
-        ``source`` is, of a sum, the only one of :attr:`SharedMemoryGroup.nodes` whose tensors are not zero, if known.
+        ``source`` is for a sum: the number of the only node (in :attr:`SharedMemoryGroup.nodes`) whose tensors are not
+        zero, if that is known.
         """
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor)
@@ -83,7 +84,7 @@ class Collectives:
         return self._begin("all_reduce", self._all_reduce(tensor, host, reduction))
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> Work:
-        """Reduce over the ranks into rank ``root``'s ``tensor``; the others keep theirs."""
+        """Reduce over the ranks into rank ``root``'s ``tensor``; the tensors of other ranks stay as they are."""
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor).clone(memory_format=torch.contiguous_format)
         return self._begin("reduce", self._all_reduce(tensor, host, reduction, lands=self.rank == root))
@@ -107,7 +108,7 @@ class Collectives:
         return self._all_gather(result, self._memory.input(tensor), partial(self._memory.copy_back, output, result))
 
     def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Work:
-        """Put rank i's ``tensor`` into ``outputs[i]``; sizes may differ between ranks where the outputs' do."""
+        """Put rank i's ``tensor``, which has the size of ``outputs[i]``, into ``outputs[i]``."""
         self._arguments.check_parts("an all-gather", tensor, outputs)
         host, result, counts = self._memory.input(tensor), self._memory.flat(outputs), _sizes(outputs)
         home = partial(unpack, result, outputs)
@@ -157,7 +158,7 @@ class Collectives:
         return self._exchange("all_to_all", outputs, tensors, _sizes(outputs), _sizes(tensors))
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Work:
-        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; ``outputs`` is not looked at elsewhere."""
+        """Put rank i's ``tensor`` into ``outputs[i]`` on rank ``root``; other ranks ignore ``outputs``."""
         is_root = self.rank == root
         if is_root:
             self._arguments.check_list(outputs, "outputs of a gather", tensor)
@@ -166,7 +167,7 @@ class Collectives:
         return self._exchange("gather", outputs if is_root else [], [tensor], receive, send)
 
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int) -> Work:
-        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; ``tensors`` is not looked at elsewhere."""
+        """Put ``tensors[i]`` of rank ``root`` into rank i's ``output``; other ranks ignore ``tensors``."""
         is_root = self.rank == root
         if is_root:
             self._arguments.check_list(tensors, "inputs of a scatter", output)
@@ -190,7 +191,7 @@ class Collectives:
         return self._message(f"send to rank {peer} (tag {tag})", self._wire.send(as_bytes(host), peer, tag), tensor)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Work:
-        """Start receiving into ``tensor`` from rank ``peer``, or from anyone where it is None."""
+        """Start receiving into ``tensor`` from rank ``peer``; None stands for any rank."""
         self._check_tag(tag)
         host = self._memory.output(tensor)
         what = f"receive from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
@@ -199,7 +200,7 @@ class Collectives:
         return work
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """The bytes of every rank, as many from each; every rank calls it together."""
+        """The bytes of every rank, the same number from each; all ranks call this together."""
         table = torch.empty(self.size, len(own), dtype=torch.uint8)
 
         def steps() -> Steps:
@@ -209,7 +210,7 @@ class Collectives:
         return [bytes(row.tolist()) for row in table]
 
     def drain(self, seconds: float) -> None:
-        """Wait until nothing is under way; raises CommunicationError if that takes longer."""
+        """Wait until nothing is in flight; raises CommunicationError after ``seconds``."""
         if self.shared is not None and self.shared.queue is not None:
             self.shared.queue.drain(seconds)
         self._waits.until(self._calls.is_empty, "destroy_process_group", seconds=seconds)
@@ -239,7 +240,7 @@ class Collectives:
         self._memory.copy_back(output, result)
 
     def _all_gather(self, result: Tensor, host: Tensor, home: Callable[[], None]) -> Work:
-        """An all-gather of equal sizes; ``home`` brings the result to where it belongs."""
+        """An all-gather of equal sizes; ``home`` copies the result to the user's tensors."""
         work = self.shared.start("all_gather", result, host) if self.shared is not None else None
         if work is not None:
             work.at_arrival = home
@@ -270,7 +271,7 @@ class Collectives:
     def _exchange(
         self, what: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], receive: list[int], send: list[int]
     ) -> Work:
-        """An all-to-all of lists, which may be empty on a rank that sends or receives nothing; sizes in bytes."""
+        """An all-to-all of lists, with sizes in bytes; a list is empty on a rank that sends or receives nothing."""
         result, flat = self._memory.flat(outputs), self._memory.packed(tensors)
         home = partial(unpack, result, outputs)
         return self._all_to_all(what, as_bytes(result), as_bytes(flat), receive, send, home)
@@ -280,10 +281,10 @@ class Collectives:
         return iter(flat.split(most) if most else (flat,))
 
     def _scratch_for(self, piece: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Memory to compute in: kept from call to call, as fresh memory costs page faults.
+        """Memory for an all-reduce of ``piece``, kept from call to call, as fresh memory costs page faults.
 
-        All-reduces are done there if the wire goes on with them in a group that was given up, as it would change
-        gradients.
+        None if the wire may work in the user's memory. A wire with pieces goes on writing after the group was given up,
+        which would change gradients there.
         """
         if not self._wire.piece_bytes:
             return None

@@ -1,6 +1,6 @@
 """The parts of CUDA that this library uses: streams, events, and memory that belongs to streams.
 
-Passed in wherever it is needed, so that what follows streams can be tried without a GPU.
+The object is passed in wherever it is needed, so that tests without a GPU can pass a stand-in.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class CudaDevice:
         return torch.cuda.stream(stream)
 
     def record_stream(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Keep a tensor's memory from being reused before ``stream`` is through with its current work."""
+        """Keep a tensor's memory from being reused before ``stream`` has done its current work."""
         tensor.record_stream(stream)
 
     def torch_device(self, index: int) -> torch.device:
-        """The device as torch names it, to allocate memory on."""
+        """The torch device with this index."""
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def future(self, index: int) -> Future[Any]:
-        """A Future whose value comes with the point in the stream that is current when it is set."""
+        """A Future that depends on the stream that is current when its value is set."""
         return Future(devices=[torch.device("cuda", index)])

@@ -1,7 +1,7 @@
 """Process group that routes each collective to an inner group, by the device of its tensors.
 
-torch makes a group written in Python the *whole* group of ``"cpu:gloo,cuda:cupy_nccl"``: what it has made for the
-other devices by then is dropped, and the rest is never made. So ours holds a group for each.
+For ``"cpu:gloo,cuda:cupy_nccl"`` torch takes a group written in Python as the *whole* group: it drops the backends that
+it has made for other devices, and makes no further ones. So this group holds an inner group for each device type.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def _routed(name: str) -> Any:
 class DeviceRoutedGroup(PythonGroup):
     """A group for tensors on several devices.
 
-    All ranks make the same collectives on the same kinds of devices in the same order. Each inner group is
-    made when the first tensor of its kind comes, by all ranks together.
+    All ranks call the same collectives on the same device types in the same order. Each inner group is made by all
+    ranks together, when the first tensor of its device type comes.
 
     Args:
-        makers: What makes the group for each kind of device, such as "cuda"; the first has the barriers that
-            name no device.
-        made: Those of them that are there from the beginning, on every rank.
-        kind_of: The kind of device of a tensor.
+        makers: By device type, such as "cuda", the function that makes its group. The first one also serves barriers
+            that name no device.
+        made: The inner groups that exist from the beginning, on every rank.
+        kind_of: Returns the device type of a tensor.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DeviceRoutedGroup(PythonGroup):
         self._kind_of = kind_of
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
-        """Wait until every rank is here, in the group for the device that ``opts`` names."""
+        """A barrier in the group for the device that ``opts`` names."""
         named = getattr(opts, "device", None)
         kind = named.type if named is not None and named.type in self._makers else next(iter(self._makers))
         work: Work = self._group(kind).barrier(opts)
@@ -91,17 +91,17 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        """End the groups that were made; called by ``destroy_process_group`` on every rank."""
+        """Shut the inner groups down; called by ``destroy_process_group`` on every rank."""
         for group in self._made.values():
             group.shutdown()
 
     def abort(self) -> None:
-        """End the groups that were made without talking to the other ranks."""
+        """Abort the inner groups, without communication."""
         for group in self._made.values():
             group.abort()
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Give back what those that are there on every rank have."""
+        """Free the resources of the inner groups that exist on every rank."""
         for group in self._made_first:
             group.release(exchange)
 
@@ -131,7 +131,7 @@ for _name in _ROUTED.split():
 
 
 def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any) -> _Own | DeviceRoutedGroup:
-    """``own``, or a group that has it for its devices, and one over the other backend for each other device."""
+    """Return ``own``, or if ``backends`` names others, a group that routes to it and to groups over those."""
     name = own.getBackendName()
     if set(backends.values()) <= {name}:
         return own
@@ -143,7 +143,7 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
 
 
 def copied_arguments(arguments: Any, store: Any) -> Any:
-    """A copy of torch's ``_DistributedBackendOptions``, with another store."""
+    """Copy torch's ``_DistributedBackendOptions``, with another store."""
     own = type(arguments)()
     for name in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
         setattr(own, name, getattr(arguments, name))
@@ -152,12 +152,12 @@ def copied_arguments(arguments: Any, store: Any) -> Any:
 
 
 def group_over(backend: str, arguments: Any) -> ProcessGroup:
-    """Make a group over another backend for the same ranks, on all of them together; ValueError where there is none."""
+    """Make a group over another backend for the same ranks. Collective; ValueError if there is no such backend."""
     rank, size = arguments.group_rank, arguments.group_size
     store = PrefixStore(f"beside/{backend}", arguments.store)
     creator = creator_of(backend)
     made: Any
-    if creator is not None:  # since torch 2.15 also for its own backends
+    if creator is not None:  # since torch 2.15 also for torch's own backends
         made = creator(copied_arguments(arguments, store), None)
         if isinstance(made, ProcessGroup):
             return made

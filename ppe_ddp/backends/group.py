@@ -1,11 +1,11 @@
-"""Base classes of process groups in Python: torch's calls, translated to the collectives of one transport.
+"""Base classes of process groups in Python: they translate torch's calls to the collectives of one transport.
 
-Apart from the transports because it is torch's side only: names under which torch finds a group, its many names for
-one collective, and the forms in which it hands over arguments.
+This file has torch's side only: the names under which torch finds a group, its several names for one collective, and
+the forms in which it passes arguments.
 
     PythonGroup       the identity of a group
     CollectiveGroup   torch's names for collectives
-    PendingGroup      calls that are under way until they are waited for; memory that a node shares
+    PendingGroup      asynchronous calls over a wire; memory that the ranks of a node share
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.wire import Wire
     from ppe_ddp.backends.work import Work
 
-DRAIN_SECONDS = 1.0  # that a group waits, when it is destroyed, for what other ranks may never begin
+DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
 
 SUM = ReduceOp(ReduceOp.SUM)
 
@@ -55,10 +55,10 @@ class PythonGroup(ProcessGroup):
 
     Args:
         rank: This rank in the group.
-        size: How many ranks it has.
+        size: The number of its ranks.
         arguments: torch's ``_DistributedBackendOptions``.
-        backend_name: The name that the backend is registered under.
-        device_types: Whose tensors the group takes, such as ``("cpu", "cuda")``.
+        backend_name: The name under which the backend is registered.
+        device_types: The device types of tensors that the group takes, such as ``("cpu", "cuda")``.
     """
 
     def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class PythonGroup(ProcessGroup):
         self._backend_name = backend_name
         self._types = tuple(device_types)
 
-    # torch asks these of a backend; a Python group is its own.
+    # torch reads these from a backend; a group in Python is its own backend.
     supports_splitting = False
     supports_coalescing = True
     supports_time_estimate = False
@@ -84,7 +84,7 @@ class PythonGroup(ProcessGroup):
         return self._store
 
     def getGroupName(self) -> str:
-        """The name by which torch finds the group; functional collectives need it."""
+        """The name under which torch finds the group; functional collectives need it."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
@@ -98,19 +98,19 @@ class PythonGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[device]:
-        # torch 2.15 has a recorder follow each group that it has just made, unless it has no devices: which is how it
-        # knows groups in Python, that cannot be followed. On those that have some, it raises.
+        # torch 2.15 attaches a recorder to each new group that has devices, and raises for a group in Python. So this
+        # group shows its devices only when torch has registered it.
         return [device(kind) for kind in self._types] if is_registered(self) else []
 
     @property
     def options(self) -> SimpleNamespace:
-        """The group's timeout, where torch's own backends have it: ``_get_backend(device).options``."""
+        """The group's timeout, at the place where torch's own backends have it: ``_get_backend(device).options``."""
         return SimpleNamespace(_timeout=self._timeout)
 
     def _get_backend(self, _device: device) -> Any:
         return self
 
-    # By these names torch's C++ part asks for them, in versions of torch after 2.13.
+    # The names under which torch's C++ part calls these, in versions after 2.13.
     def start_coalescing(self, device: device) -> None:
         self._start_coalescing(device)
 
@@ -118,27 +118,27 @@ class PythonGroup(ProcessGroup):
         return self._end_coalescing(device)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Give back what ``abort()`` could not, as other ranks used the group; called when all ranks have aborted it.
+        """Free resources that ``abort()`` could not, as other ranks used the group; called when all have aborted it.
 
-        ``exchange`` brings a word of each rank, as JSON can write it, under a name, to all; CommunicationError where
-        not all have come.
+        ``exchange(name, word)`` returns the words (JSON values) of all ranks, and raises CommunicationError if not all
+        ranks have come.
         """
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: the transport orders the collectives itself."""
+        """Do nothing: the transport orders the collectives itself."""
 
 
 class CollectiveGroup(PythonGroup):
-    """A group over one transport: translates torch's calls to those of :class:`Collectives`.
+    """A group over one transport: translates torch's calls to the methods of :class:`Collectives`.
 
-    A subclass sets ``_over``, which has the same methods, and defines :meth:`_run`, messages and barrier.
+    A subclass sets ``_over``, an object with these methods. It defines :meth:`_run`, point-to-point calls and barrier.
     """
 
     _over: Any
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
-        """Make calls of ``what``, a method of ``_over`` with each of ``rows``, together; the Work gives ``result``."""
-        raise NotImplementedError  # an abstract class would need another metaclass than torch's
+        """Call ``call``, a method of ``_over``, with each of ``rows``; one Work for all, with ``result``."""
+        raise NotImplementedError  # ABC would conflict with the metaclass of torch's class
 
     def allreduce(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
@@ -151,7 +151,7 @@ class CollectiveGroup(PythonGroup):
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: list[Tensor] | Tensor, opts: Any = None, op: Any = None) -> TorchWork:  # type: ignore[override]
-        """Reduce each tensor over the ranks, into that of one rank; the others keep theirs."""
+        """Reduce each tensor over the ranks, into that of one rank; tensors of other ranks stay as they are."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         root, op = (opts, op_of(op)) if isinstance(opts, int) else (_root_of(opts), op_of(opts))
         return self._run("reduce", self._over.reduce, zip(tensors, repeat(op), repeat(root)), tensors)
@@ -212,14 +212,14 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_to_all", self._over.all_to_all_list, [(outputs, inputs)], outputs)
 
     def gather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> TorchWork:  # type: ignore[override]
-        """Put rank j's ``inputs[i]`` into ``outputs[i][j]`` of one rank; ``outputs`` is not looked at elsewhere."""
+        """Put rank j's ``inputs[i]`` into ``outputs[i][j]`` of one rank; other ranks ignore ``outputs``."""
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         rows = [(*both, _root_of(opts)) for both in zip(outputs or [[]] * len(inputs), inputs, strict=True)]
         return self._run("gather", self._over.gather, rows, outputs or inputs)
 
     def scatter(self, outputs: list[Tensor] | Tensor, inputs: list[Any], opts: Any = None) -> TorchWork:  # type: ignore[override]
-        """Put ``inputs[i][j]`` of one rank into rank j's ``outputs[i]``; ``inputs`` is not looked at elsewhere."""
+        """Put ``inputs[i][j]`` of one rank into rank j's ``outputs[i]``; other ranks ignore ``inputs``."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         rows = [(*both, _root_of(opts)) for both in zip(outputs, inputs or [[]] * len(outputs), strict=True)]
@@ -234,10 +234,10 @@ class CollectiveGroup(PythonGroup):
 
 
 class PendingGroup(CollectiveGroup):
-    """A group over a wire, of which a subclass calls :meth:`_connect` and defines the end.
+    """A group over a wire. A subclass calls :meth:`_connect`, and defines how the group ends.
 
-    ``pg_options`` is what it was made with, for groups that shall be like it; ``keys`` what this rank has written to
-    the store of the group.
+    ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store,
+    with the keys that this rank has written there.
     """
 
     _over: Collectives
@@ -274,7 +274,7 @@ class PendingGroup(CollectiveGroup):
         two_level_bytes: int,
         direct_bytes: int = 0,
     ) -> None:
-        """Set the collectives, on all ranks together; see :class:`Collectives` and :class:`SharedMemoryGroup`."""
+        """Make the collectives, on all ranks together; see :class:`Collectives` and :class:`SharedMemoryGroup`."""
         rank, waits = self.rank(), self._waits
         waits.at_failure.append(wire.give_up)
         self._over = Collectives(wire, rank, waits, memory, direct_bytes=direct_bytes)
@@ -286,7 +286,7 @@ class PendingGroup(CollectiveGroup):
             self._comparison = CollectiveComparison(self._keys.under("calls"), rank, wire.size, waits)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
-        """Wait until every rank is here; the host waits, not a CUDA stream."""
+        """Wait until every rank has called it; the host waits, not a CUDA stream."""
         return self._run("barrier", self._over.barrier, [()], None)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
@@ -298,7 +298,7 @@ class PendingGroup(CollectiveGroup):
         return self._message("recv", self._over.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
-        """Start to receive one tensor from whoever sends with this tag; ``source_rank()`` says who it was."""
+        """Start to receive one tensor from any rank that sends with this tag; ``source_rank()`` names the sender."""
         return self._message("recv", self._over.receive, tensors, None, tag)
 
     def _message(
@@ -313,14 +313,14 @@ class PendingGroup(CollectiveGroup):
         return work
 
     def supports_tensor_alloc(self, device: device) -> bool:
-        """Whether ``allocate_tensor`` has memory there that makes collectives faster: torch's name for it."""
+        """Whether ``allocate_tensor`` has memory on ``device`` that makes collectives faster; the name is torch's."""
         return self._shared.queue is not None and device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: dtype, device: device) -> Tensor:
-        """A 1-D tensor of ``size`` zeros that the ranks of this node share, so that no collective has to copy it there.
+        """Allocate a 1-D tensor of ``size`` zeros in memory that the ranks of this node share.
 
-        Not collective; ValueError where there is no such memory. An all-reduce, reduce-scatter or all-gather of it is
-        under way until its Work was waited for.
+        Collectives need not copy such a tensor to shared memory. The call is local, and raises ValueError if there is
+        no such memory. An all-reduce, reduce-scatter or all-gather of it is in flight until its Work was waited for.
         """
         if not self.supports_tensor_alloc(device):
             raise ValueError(f"{self._waits.place}: no shared memory for tensors on {device}")
@@ -328,24 +328,24 @@ class PendingGroup(CollectiveGroup):
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, where it makes a difference to :meth:`sum_of_node`; else none. The same on all."""
+        """The ranks of each node, if :meth:`sum_of_node` makes a difference; else none. The same on all ranks."""
         return self._shared.nodes
 
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
-        """Sum over the ranks, in place, a tensor that is zero on all ranks but those of one of :attr:`nodes`.
+        """Sum over the ranks, in place, a tensor that is zero except on the ranks of one node, number ``node``.
 
-        The same sum as an all-reduce makes; but what is large is sent from that node instead of being summed over the
-        nodes, which takes half the traffic. All ranks call it together, as any collective.
+        The result is that of an all-reduce. A large tensor is sent from that node instead of being summed over the
+        nodes, which halves the traffic. Collective.
         """
         return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
     @property
     def hierarchy(self) -> Hierarchy | None:
-        """For reductions in two levels, where ranks of several nodes share memory; the same answer on all ranks."""
+        """The layout for reductions in two levels, if ranks share memory on several nodes. The same on all ranks."""
         return self._shared.hierarchy
 
     def progress(self) -> None:
-        """Move all that is outstanding on all groups of this process, without waiting."""
+        """Advance the operations of all groups of this process, without waiting."""
         self._waits.progress()
 
     def _start_coalescing(self, _device: device) -> None:
@@ -363,7 +363,7 @@ class PendingGroup(CollectiveGroup):
             works = [*starmap(call, rows)]
             work = works[0] if len(works) == 1 else combined(works, self._waits)
         work.outputs = result
-        if self._coalesced is not None:  # keep it for the end of these: torch does not
+        if self._coalesced is not None:  # _end_coalescing() returns a Work for all of them
             self._coalesced.append(work)
         return work
 
@@ -380,7 +380,7 @@ class PendingGroup(CollectiveGroup):
 
 
 def op_of(opts: Any) -> ReduceOp:
-    """The operation, from torch's options, or given as it is."""
+    """The ReduceOp in torch's options, or ``opts`` itself if it is one."""
     if opts is None:
         return SUM
     op = getattr(opts, "reduceOp", opts)
@@ -395,7 +395,7 @@ def _root_of(opts: Any) -> int:
 
 @functools.cache
 def ended_at_exit(_pid: int) -> weakref.WeakSet[Any]:
-    """The objects whose ``end()`` this process calls when Python exits, held weakly; it waits for no other rank."""
+    """The objects whose ``end()`` this process calls when Python exits, held weakly."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def end_all() -> None:

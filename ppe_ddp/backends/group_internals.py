@@ -1,8 +1,8 @@
-"""The parts of torch that this library uses and torch does not promise: process groups, their stores and names.
+"""The private parts of torch that this library uses for process groups, their stores and names.
 
-Nothing else in the package touches them (autograd, hooks and tensors have ``torch_internals.py``). Each is a
-function with the reason for it, and each has a trial in ``tests/group_internals_check.py``. What can be told
-where it is used raises there: :class:`ppe_ddp.errors.TorchChangedError`.
+No other file of the package uses them (those of autograd, hooks and tensors are in ``torch_internals.py``). Each is a
+function that says why it is needed, and has a trial in ``tests/group_internals_check.py``. A function that can notice
+a change in torch raises :class:`ppe_ddp.errors.TorchChangedError`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import distributed as dist
 
-# torch documents them as names of torch.distributed, and type checkers find them only here.
+# torch documents these as names of torch.distributed, but type checkers find them only here.
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # for others
+from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # imported by other files
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.distributed import Backend, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 _Kept = TypeVar("_Kept")
 
-# ---------------------------------------------------------------------- what torch knows of its groups
+# ---------------------------------------------------------------------- torch's tables of groups
 
 
 def is_registered(*groups: ProcessGroup) -> bool:
     """Whether torch.distributed has made each of ``groups``, and has not destroyed it since.
 
-    The public functions raise for others, or answer for the default group.
+    torch's public functions raise for other groups, or answer for the default group.
     """
     return c10d._world.pg_map.keys() >= set(groups)
 
 
 def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:
-    """The groups that this process is in, in the order in which they were made, each with the global ranks in it."""
+    """The groups that this process belongs to, in the order in which they were made, with the global ranks of each."""
     for group, ranks in c10d._world.pg_group_ranks.items():
-        if isinstance(group, ProcessGroup):  # and not the number that stands for groups of others
+        if isinstance(group, ProcessGroup):  # a number stands for a group that this process does not belong to
             yield group, list(ranks)
 
 
 def default_group() -> ProcessGroup:
-    """The group itself, which ``dist.group.WORLD`` is for type checkers only at times; raises where there is none."""
+    """The default group; raises if there is none. ``dist.group.WORLD`` has an optional type."""
     group: ProcessGroup = c10d._get_default_group()
     return group
 
@@ -68,17 +68,17 @@ def store_of(group: ProcessGroup) -> Store:
 
 
 def address_key(rank: int) -> str:
-    """Under which gloo writes to its store where a rank can be reached; it leaves it there."""
+    """The key under which gloo writes a rank's address to its store; gloo never deletes it."""
     return f"0/{rank}"
 
 
 def address_key_in_group(rank: int) -> str:
-    """The same in :func:`store_of` of a registered group over gloo."""
+    """The same key in :func:`store_of` of a registered group over gloo."""
     return f"cpu//{address_key(rank)}"
 
 
 def destroy_group(group: ProcessGroup) -> None:
-    """``dist.destroy_process_group()``, after which torch keeps nothing: it leaves the tag of each group in a table."""
+    """``dist.destroy_process_group()``, and remove the group's tag, which torch leaves in a table."""
     tag = c10d._world.pg_to_tag.get(group)
     dist.destroy_process_group(group)
     if tag is not None and not c10d._world.tags_to_pg.get(tag):
@@ -86,10 +86,10 @@ def destroy_group(group: ProcessGroup) -> None:
 
 
 def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
-    """The object of this ``make`` that is kept with a registered ``group``; made when it is first asked for.
+    """The object that ``make`` has made for a registered ``group``; made at the first call.
 
-    It hangs on torch's own object for all that it knows of groups, which can be another one in each thread (torch's
-    tests make ranks of threads); and a group itself takes no attributes.
+    It is stored in torch's own world object, since a group takes no attributes. That object may differ between threads:
+    torch's tests run ranks as threads.
     """
     forget_destroyed()
     kept: dict[tuple[ProcessGroup, Callable[[], _Kept]], _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
@@ -99,40 +99,40 @@ def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
 
 
 def count_groups_anew() -> None:
-    """Let the next default group have the first name: one that could not be made has taken it, on this rank alone."""
+    """Restart torch's count of groups, from which it names them: a group that failed on this rank alone has counted."""
     c10d._world.group_count = 0
 
 
 def forget_destroyed() -> None:
-    """Drop what is kept with groups that were destroyed, whose connections end with the last reference."""
+    """Drop the objects of :func:`kept_with` of destroyed groups, whose connections end with the last reference."""
     kept: dict[tuple[ProcessGroup, Callable[[], Any]], Any] = c10d._world.__dict__.get("ppe_ddp_kept", {})
     for other in [other for other in kept if not is_registered(other[0])]:
         del kept[other]
 
 
-# ---------------------------------------------------------------------- what a group is made of
+# ---------------------------------------------------------------------- the parts of a group
 
 
 def device_types(group: ProcessGroup) -> list[str]:
-    """The kinds of devices that ``group`` serves: "cpu", "cuda"; also of one that torch.distributed has not made."""
+    """The device types that ``group`` serves ("cpu", "cuda"); also for a group that torch.distributed did not make."""
     return [device.type for device in group._device_types]
 
 
 def backend_for(group: ProcessGroup, device: torch.device) -> Any:
-    """The object that does the collectives of ``group`` for tensors on ``device``; raises where it serves none."""
+    """The backend object of ``group`` for tensors on ``device``; raises if it has none."""
     return group._get_backend(device)
 
 
 def backends_named(config: str) -> dict[str, str]:
-    """The backends by type of device that torch makes of ``config``, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """The backends by device type for ``config``, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return dict(c10d.BackendConfig(dist.Backend(config)).get_device_backend_map())
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """After which time collectives of ``group`` fail, which a group made beside it does not inherit by itself.
+    """The timeout of the collectives of ``group``, which a duplicate does not inherit by itself.
 
-    None for torch's default, where no backend of the group tells: users' own ones, and those that torch wraps for
-    TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    None, which stands for torch's default, if no backend of the group tells it: a user's own backend, or one that torch
+    wraps for TORCH_DISTRIBUTED_DEBUG=DETAIL.
     """
     for kind in device_types(group):
         options = getattr(backend_for(group, torch.device(kind)), "options", None)
@@ -143,17 +143,17 @@ def timeout_of(group: ProcessGroup) -> timedelta | None:
 
 
 def start_coalescing(group: ProcessGroup, device: torch.device) -> None:
-    """Begin calls of ``group`` that belong together, as ``dist.batch_isend_irecv`` does."""
+    """Begin to coalesce calls of ``group``, as ``dist.batch_isend_irecv`` does."""
     group._start_coalescing(device)
 
 
 def end_coalescing(group: ProcessGroup, device: torch.device) -> Work:
-    """End the calls that belong together; what comes back stands for all."""
+    """End the coalesced calls; returns one Work for all."""
     return group._end_coalescing(device)
 
 
 def source_of(message: Work) -> int:
-    """The rank of its group that has sent a message, which has arrived; torch warns of the public name."""
+    """The rank, in its group, of the sender of a message that has arrived; torch's public name for it warns."""
     return int(message._source_rank())
 
 
@@ -164,13 +164,13 @@ MAKING = "_new_process_group_helper"
 
 
 class _Naming:
-    """Stands in for torch's function that names groups, while threads of this process make groups by name."""
+    """Replaces torch's function that names groups, while threads of this process make groups with given names."""
 
-    lock: ClassVar[threading.Lock] = threading.Lock()  # not held while a group is made: that waits for other ranks
+    lock: ClassVar[threading.Lock] = threading.Lock()  # not held while a group is made, which waits for other ranks
 
     def __init__(self, torchs: Callable[..., Any]) -> None:
-        self.torchs = torchs  # the function of torch
-        self.wanted: dict[int, str] = {}  # the names that threads wait to give, by thread
+        self.torchs = torchs  # torch's function
+        self.wanted: dict[int, str] = {}  # by thread, the name of the group that it makes
         self.users = 0  # the number of threads that make a group now
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -180,7 +180,7 @@ class _Naming:
     @classmethod
     @contextmanager
     def of(cls, name: str) -> Iterator[None]:
-        """Name the next group of this thread ``name``; the last thread to leave puts torch's function back."""
+        """Name the next group of this thread ``name``; the last thread to leave restores torch's function."""
         names = c10d.__dict__
         with cls.lock:
             naming = names[NAMING]
@@ -201,13 +201,13 @@ class _Naming:
 def new_group_named(
     name: str, ranks: list[int], timeout: timedelta | None, config: str | None, options: Any
 ) -> ProcessGroup:
-    """Make a group of exactly these ranks, called by them alone and together, under a name that they have agreed on.
+    """Make a group of exactly these ranks under a name that they have agreed on; only these ranks call it, together.
 
-    ``new_group()`` would name it by the number of groups that this process has, which may be another one on each
-    rank; and ranks that use different names wait for one another until they time out. No version of torch from 2.9
-    on has a parameter for it, so the function that torch asks for a name is replaced while threads make such groups;
-    other threads get torch's names. What is below ``new_group()`` takes a name, but has had other parameters
-    in almost every version, and leaves it to the caller to enter the group into torch's tables.
+    ``new_group()`` would derive the name from the number of groups of this process, which may differ between ranks.
+    Ranks that use different names wait for one another until they time out. torch 2.9 and later have no parameter for
+    the name. So torch's naming function is replaced while threads make such groups; other threads get torch's names.
+    The private function below ``new_group()`` takes a name, but its parameters change in almost every version, and it
+    does not enter the group into torch's tables.
 
     Raises:
         TorchChangedError: The group has another name; it is destroyed again.
@@ -225,12 +225,12 @@ def new_group_named(
 
 
 def backends_being_made() -> dict[str, str]:
-    """Device types and their backends in the call of torch that makes a group now, on this thread.
+    """The backends by device type of the group that torch is making on this thread, read from torch's stack frame.
 
-    torch makes a group written in Python the whole group, and tells its creator nothing of the other devices.
+    torch takes a group written in Python as the whole group, and does not tell its creator the other devices.
 
     Raises:
-        TorchChangedError: Nothing is known of such a call.
+        TorchChangedError: There is no such frame, or it has no such variable.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != MAKING:
@@ -247,10 +247,10 @@ def backends_being_made() -> dict[str, str]:
 
 
 def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
-    """The function that is registered with torch to make groups over ``backend`` from (arguments, options), or None.
+    """The function registered with torch that makes groups over ``backend`` from (arguments, options), or None.
 
-    torch registers its own in this form since 2.15, when they are first asked for; those that take other arguments
-    count as nothing.
+    Since 2.15 torch registers its own backends in this form, when they are first used. Functions with other arguments
+    are ignored.
     """
     register: Callable[[str], None] | None = getattr(Backend, "_ensure_backend_registered", None)
     if register is not None:
@@ -260,7 +260,7 @@ def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
 
 
 def nccl_options(arguments: Any) -> Any:
-    """Options of NCCL, as torch sets them; NCCL's watchdog tells by them which ranks of the job hang."""
+    """Options of NCCL, as torch sets them; NCCL's watchdog uses them to name the ranks that hang."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = arguments.timeout
     options.group_name = arguments.group_id
@@ -269,12 +269,12 @@ def nccl_options(arguments: Any) -> Any:
 
 
 def process_group_over(made: Any, backend: str, name: str, store: Any) -> ProcessGroup:
-    """The ProcessGroup around ``made``, one of torch's own backends, on all devices that it serves.
+    """Make a ProcessGroup around ``made``, one of torch's own backends, for all devices that it serves.
 
-    ``dist.new_group`` makes one for all ranks of the job or with a name of its own; this is a part of a larger group.
+    ``dist.new_group`` cannot make it: this is an inner part of a registered group, with the same name.
     """
     if creator_of(backend) is None:
-        made._set_sequence_number_for_group()  # those that are registered do it when they are made
+        made._set_sequence_number_for_group()  # registered creators call this themselves
     kind = Backend.backend_type_map[backend]
     group = ProcessGroup(store, made.rank(), made.size())
     group._set_default_backend(kind)
@@ -284,20 +284,20 @@ def process_group_over(made: Any, backend: str, name: str, store: Any) -> Proces
     return group
 
 
-# A tag that no message has: what is received is never sent.
+# A tag that no message has, so that a receive with it never completes.
 UNSENT_TAG = (1 << 31) - 1
 _SOON = timedelta(milliseconds=1)
 
 
 def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
-    """What ends the connections of ``group`` at once, where it is over gloo: what is under way fails.
+    """Return a function that closes the connections of ``group`` at once if it is over gloo: operations in flight fail.
 
-    It holds the connections, and not the group, whose end waits for what is under way there. Other ranks may never come
-    to that: they may be waiting in the same way. ``abort()`` and ``shutdown()`` do nothing for gloo. Among three ranks
-    and more it does not even rest meanwhile: what comes for a collective that has failed here, since one of its peers
-    has closed, is never read, and the thread that looks after the connections finds it there again and again.
+    gloo's ``abort()`` and ``shutdown()`` do nothing. Destroying a group waits for its operations in flight, which may
+    never end, as other ranks may wait in the same way. With three or more ranks it even uses a core: if a collective
+    has failed because a peer has closed, data of other peers is never read, and gloo's thread polls it for ever.
 
-    But gloo closes all connections of a group when the time of a single call is over.
+    But gloo closes all connections of a group when one call times out. So the function lets receives, which were begun
+    before, time out. It holds the connections, not the group.
     """
     receives: list[Any] = []
     for kind in device_types(group):
@@ -305,22 +305,22 @@ def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
         gloo = getattr(backend, "wrapped_pg", backend)  # torch wraps it for TORCH_DISTRIBUTED_DEBUG=DETAIL
         is_gloo = dist.is_gloo_available() and isinstance(gloo, dist.ProcessGroupGloo)
         for peer in set(range(group.size())) - {group.rank()} if is_gloo else ():
-            with suppress(RuntimeError):  # this connection is closed, and others may be open
+            with suppress(RuntimeError):  # this connection may be closed while others are open
                 receives.append(gloo.recv([torch.empty(1)], peer, UNSENT_TAG))
 
     def abort() -> None:
         for receive in receives:
-            with suppress(RuntimeError):  # the time is over
+            with suppress(RuntimeError):  # the timeout is expected
                 receive.wait(_SOON)
 
     return abort
 
 
 def connections_awaited(content: bytes) -> tuple[str, int, list[int]] | None:
-    """Where gloo waits for connections, and the numbers that they are to say, from what it writes to its store.
+    """Decode the address that gloo writes to its store: host, port, and the number with which each rank identifies.
 
-    None for anything else that a store may be given. gloo writes the name of the host, then ``sockaddr_storage`` and a
-    number, each after its length, and then a number for each rank.
+    None for any other value. gloo writes the host name, then ``sockaddr_storage`` and a number, each after its length,
+    and then a number for each rank.
     """
     with suppress(struct.error, OverflowError):
         (host,) = struct.unpack_from("=Q", content)
@@ -337,13 +337,13 @@ _ADDRESS_BYTES = 136
 
 
 def end_wait_for_connections(content: bytes) -> None:
-    """End gloo's wait, in another thread of this process, for ranks that were to connect to it; the group has failed.
+    """End gloo's wait for connections, in another thread of this process, after the group has failed.
 
-    A rank that dies after it has written where it is, and before it has connected, is waited for by those that it
-    was to connect to, for five times the time of the group, in C++. So this connects in its place.
+    If a rank dies after it has written its address and before it has connected, gloo waits for its connection in C++,
+    for five times the group's timeout. So this function connects in its place.
 
     Args:
-        content: What gloo has written to its store on this rank.
+        content: The value that gloo has written to its store on this rank.
     """
     host, port, numbers = connections_awaited(content) or ("", 0, [])
     for number in numbers:
@@ -352,5 +352,5 @@ def end_wait_for_connections(content: bytes) -> None:
 
 
 def flattened_group(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of all ranks of ``mesh``, whatever dimensions it has, made once for each mesh."""
+    """The group of all ranks of ``mesh``, with any number of dimensions; made once for each mesh."""
     return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()

@@ -1,6 +1,6 @@
-"""Collectives of plain values, sent as lengths and JSON: what another rank sends is data, and nothing of it is run.
+"""Collectives of plain values, sent as JSON, which is only data.
 
-torch's object collectives send pickles, and loading a pickle calls whatever its sender has named in it.
+torch's object collectives send pickles, and loading a pickle may run any code that the sender has named in it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
     """Get the value of every rank, by rank; all ranks of ``group`` must call this together.
 
-    A value is what JSON can say: texts, numbers, booleans, None, lists, and dictionaries by text; tuples come back as
-    lists. Anything else is a TypeError on this rank alone, before anything is sent.
+    A value is one that JSON can encode: strings, numbers, booleans, None, lists, and dictionaries with string keys.
+    Tuples come back as lists. Any other value raises TypeError on this rank alone, before anything is sent.
     """
     own = _encoded(value)
     device, size = _device_of(group), dist.get_world_size(group)
@@ -30,7 +30,7 @@ def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
     lengths = [torch.empty_like(length) for _ in range(size)]
     dist.all_gather(lengths, length, group=group)
     counts = [int(count) for count in lengths]
-    # Every rank sends as many bytes as the longest text has: an all-gather takes equal parts.
+    # Pad to the longest text: an all-gather takes parts of equal size.
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     texts = [torch.empty_like(padded) for _ in range(size)]
@@ -41,7 +41,7 @@ def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
 def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
     """Get the value of the global rank ``source``; all ranks of ``group`` must call this together.
 
-    It is as for :func:`all_gather_json`; on other ranks it is not looked at.
+    The values are those of :func:`all_gather_json`. Other ranks' ``value`` is ignored.
     """
     device, is_source = _device_of(group), dist.get_rank() == source
     content = _encoded(value).to(device) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
@@ -62,7 +62,7 @@ def _decoded(content: Tensor) -> Any:
 
 
 def _device_of(group: ProcessGroup) -> torch.device:
-    """Where the tensors of ``group`` lie; the CPU if it serves that."""
+    """The device for tensors of ``group``: the CPU if it serves CPUs."""
     kinds = device_types(group)
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")

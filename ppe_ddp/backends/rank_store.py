@@ -1,11 +1,11 @@
-"""The store that the ranks of a group share: what a rank writes there, how it is asked, and where ranks meet.
+"""The store that the ranks of a group share, and the exchanges of the ranks over it.
 
-WrittenKeys          remembers what this rank has written, so that it can be deleted when no rank reads it any more
-BoundedStore         gives up a store that does not answer
-Meeting              each rank brings a word; one outcome for all
-Reports              what some ranks append, and all ask for now and then: in one call, however many ranks there are
+WrittenKeys          remembers the keys that this rank has written, to delete them when no rank reads them any more
+BoundedStore         calls a store with a timeout
+Meeting              each rank brings a word; one outcome for all ranks
+Reports              a list of texts that ranks append to; a look is one call for any number of ranks
 await_members()      waits until all ranks make the same group
-exchange()           the words of all ranks of a group of torch's
+exchange()           returns the words of all ranks of a group of torch's
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAP = 0.001  # seconds between looks at the store ...
-_LONGEST_PAUSE = 0.02  # ... which grow to this
-_LAST = 16  # exchanges whose words stay in the store; all have read the one before, but threads may be in several
+_LONGEST_PAUSE = 0.02  # ... and the longest such pause
+_LAST = 16  # exchanges whose words stay in the store: threads of other ranks may still read some of them
 
 SILENT = "the store that the ranks share does not answer: the process that serves it has stopped, or the network is cut"
 
@@ -54,7 +54,7 @@ class WrittenKeys:
         self._written: dict[str, None] = {}
 
     def under(self, name: str) -> WrittenKeys:
-        """The part whose keys begin with ``name`` and a slash; they are deleted together with those of the whole."""
+        """The part with the prefix ``name`` and a slash; its keys are deleted together with all others."""
         part = WrittenKeys(self._whole)
         part._prefix = f"{self._prefix}{name}/"
         part._written = self._written
@@ -62,11 +62,11 @@ class WrittenKeys:
 
     @property
     def store(self) -> Store:
-        """A plain store of this part, for gloo; its keys are to be counted by :meth:`note`."""
+        """This part as a torch store, for gloo. Keys that gloo writes have to be passed to :meth:`note`."""
         return PrefixStore(self._prefix[:-1], self._whole) if self._prefix else self._whole
 
     def note(self, key: str) -> str:
-        """Count a key as written; its name in the whole store."""
+        """Note a key as written, and return its name in the whole store."""
         name = self._prefix + key
         self._written[name] = None
         return name
@@ -78,15 +78,15 @@ class WrittenKeys:
         return self._whole.add(self.note(key), amount)
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write ``value`` where ``expected`` was, which is empty for nothing; what is there then."""
+        """Replace ``expected`` (empty: no value) by ``value`` if it is the current value; returns the value then."""
         return self._whole.compare_set(self.note(key), expected, value)
 
     def get(self, key: str) -> bytes:
-        """What was written; waits for it."""
+        """The value of ``key``; waits until it is written."""
         return self._whole.get(self._prefix + key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """What was written under each of these; waits for it."""
+        """The values of ``keys``; waits until all are written."""
         return multi_get(self._whole, [self._prefix + key for key in keys])
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -96,47 +96,47 @@ class WrittenKeys:
         self._whole.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> None:
-        """Delete what any rank has written."""
+        """Delete a key of any rank."""
         self._written.pop(self._prefix + key, None)
         self._whole.delete_key(self._prefix + key)
 
     def delete_all(self) -> None:
-        """Delete what this rank has written, as far as the store can; no rank may read it any more."""
+        """Delete all keys that this rank has written, if the store can delete; no rank may read them any more."""
         while self._written:
             name, _ = self._written.popitem()
-            with suppress(RuntimeError):  # it is gone, or one of the user's that cannot delete
+            with suppress(RuntimeError):  # the store is gone, or a store of the user's cannot delete
                 self._whole.delete_key(name)
 
 
 def multi_get(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """What was written under each of ``keys``, in one call where the store can do that; waits for it."""
+    """The values of ``keys``, in one call if the store can do that; waits until all are written."""
     if keys and store.has_extended_api():
         return [bytes(value) for value in store.multi_get(list(keys))]
     return [store.get(key) for key in keys]
 
 
 class BoundedStore:
-    """Calls one store, and waits for its answer for so many seconds, unless the call says otherwise."""
+    """Calls one store, and waits for each answer for at most ``seconds``, or the time that the call gives."""
 
     def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
         self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
         self._seconds = seconds
 
     def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
-        """What ``calls(store)`` returns or raises; CommunicationError where the store does not answer."""
+        """Return or raise the result of ``calls(store)``; CommunicationError if the store does not answer in time."""
         return _caller().result(functools.partial(calls, self._store), seconds or self._seconds)
 
     def delete_all(self) -> None:
-        """Delete what this rank has written, which no rank reads any more; not all of it where nobody answers."""
+        """Delete the keys of this rank, which no rank reads any more; gives up if the store does not answer."""
         with suppress(CommunicationError):
             self.do(WrittenKeys.delete_all)
 
 
 class Reports:
-    """Texts that ranks append to one list, which all of them look at now and then.
+    """Texts that ranks append to one list, which all of them read now and then.
 
-    A look asks for their number alone, and reads those that are new. The store counts a text before it is written, so
-    that of a rank which dies in between there is none.
+    A look asks for the number of texts, and reads the new ones. A rank counts a text before it writes it. If it dies in
+    between, that text is missing.
     """
 
     def __init__(self, store: BoundedStore, key: str) -> None:
@@ -145,7 +145,7 @@ class Reports:
         self._read: dict[str, bytes] = {}
 
     def append(self, text: str) -> None:
-        """Write ``text``; the others find it as soon as this returns."""
+        """Append ``text``; the other ranks find it as soon as this returns."""
 
         def write(store: WrittenKeys) -> None:
             store.set(f"{self._key}/{store.add(f'{self._key}/count', 1)}", text)
@@ -170,7 +170,7 @@ class Reports:
 
 
 class _Caller:
-    """The thread of this process that calls stores: those of all groups are parts of one."""
+    """The one thread of this process that calls stores: all groups use parts of one store."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -203,22 +203,22 @@ def _make(call: Future[Any], function: Callable[[], Any]) -> None:
     except Exception as error:
         call.set_exception(error)
     finally:
-        del call, function  # which the error's frames would keep
+        del call, function  # the error's frames would keep them alive
 
 
 _caller = each_process(_Caller)
 
 
 class MeetingOutcome(NamedTuple):
-    """What came of a meeting, the same for every rank."""
+    """The outcome of a meeting, the same for every rank."""
 
-    words: Sequence[Any]  # of all ranks, in their order; empty where one has refused
-    rank: int  # the rank that has spoken: the last to come, or the one that has refused
-    refusal: Any = None  # its word, where it has refused
-    place: int = 0  # in the order of all meetings whose places the ranks count, where all have come; else 0
+    words: Sequence[Any]  # of all ranks, in rank order; empty if a rank has refused
+    rank: int  # the rank that has decided: the last to come, or the one that has refused
+    refusal: Any = None  # the word of the rank that has refused
+    place: int = 0  # if all have come, the place in the order of all counted meetings; else 0
 
     def error(self, message: str, absent: Sequence[int]) -> CommunicationError:
-        """The error of one that was refused: names the ``absent`` ranks, and what the rank that refused has raised."""
+        """The error for a refused meeting, with the ``absent`` ranks and the error of the rank that refused."""
         _, reason, is_own = self.refusal
         error = CommunicationError(message)
         error.ranks, error.reason = tuple(absent), reason if is_own else ""
@@ -226,14 +226,14 @@ class MeetingOutcome(NamedTuple):
 
 
 class Meeting:
-    """A meeting of all ranks in a store: each brings a word, and all learn the words of all, or that one has refused.
+    """A meeting of all ranks in a store: each rank brings a word. All get the words of all, or learn that one refused.
 
-    The last rank to come joins the words, so that each reads one key. Who does not wait any longer refuses. Whoever
-    speaks first decides for all.
+    The last rank to come writes all words under one key, so that each rank reads one key. A rank that stops waiting
+    refuses. The first outcome that is written counts for all ranks.
 
     Args:
         name: New, and the same on every rank.
-        next_place: Gives a place in an order of meetings; called once all have come, by one rank.
+        next_place: Returns the next place in an order of meetings; called by one rank when all have come.
     """
 
     def __init__(
@@ -245,14 +245,14 @@ class Meeting:
         self._name, self._rank, self._size = name, rank, size
 
     def come(self, word: Any) -> None:
-        """Bring this rank's word, which JSON can write."""
+        """Bring this rank's word, a JSON value."""
         self._store.set(f"{self._name}/{self._rank}", json.dumps(word))
         if self._store.add(self._count, 1) == self._size:
             self._join()
 
     def refuse(self, word: Any) -> MeetingOutcome:
-        """Refuse, unless all have come or one has refused before; the outcome."""
-        if self._store.check(self._keys()):  # who has come last may have died since
+        """Refuse, unless all have come or a rank has refused before; returns the outcome."""
+        if self._store.check(self._keys()):  # all have come, but the last one may have died before it decided
             return self._join()
         return self._decide(MeetingOutcome([], self._rank, word))
 
@@ -264,25 +264,25 @@ class Meeting:
         return MeetingOutcome(*json.loads(self._store.compare_set(self._outcome, "", json.dumps(outcome))))
 
     def outcome(self) -> MeetingOutcome | None:
-        """The outcome; None as long as there is none."""
+        """The outcome; None if there is none yet."""
         if not self._store.check([self._outcome]):
             return None
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
 
     def is_over(self) -> bool:
-        """Whether it ended for this rank: all have come, or it was refused after this rank had come."""
+        """Whether it has ended for this rank: all have come, or it was refused and this rank had come."""
         outcome = self.outcome()
         return outcome is not None and bool(outcome.words or self._store.check([f"{self._name}/{self._rank}"]))
 
     def is_full(self) -> bool:
-        """Whether all have come. While they have not, the place of this meeting comes after all that are taken."""
+        """Whether all have come. If not, the place of this meeting will come after all places taken so far."""
         return self._store.add(self._count, 0) == self._size
 
     def absent(self) -> list[int]:
         return [rank for rank, key in enumerate(self._keys()) if not self._store.check([key])]
 
     def forget(self) -> None:
-        """Delete this rank's word, and on rank 0 the rest; called on all ranks when all know the outcome."""
+        """Delete this rank's word, and on rank 0 the other keys; called on all ranks when all know the outcome."""
         for key in (f"{self._name}/{self._rank}", *((self._count, self._outcome) if self._rank == 0 else ())):
             self._store.delete_key(key)
 
@@ -290,14 +290,14 @@ class Meeting:
         return [f"{self._name}/{rank}" for rank in range(self._size)]
 
     def words(self, word: Any, look: Callable[[], None], seconds: float, *, may_leave: bool = False) -> MeetingOutcome:
-        """Come, and wait for the outcome; after so many seconds this rank refuses.
+        """Come, and wait for the outcome; after ``seconds`` this rank refuses.
 
-        Moves meanwhile what is under way in all groups: a rank may need it to come. ``look`` raises what ends the wait.
-        With ``may_leave`` a rank that has come and is gone since is not missed.
+        Meanwhile it advances all groups of this process, since other ranks may need that to come. ``look`` may raise to
+        end the wait. With ``may_leave`` a rank may end after it has come.
 
         Returns:
-            The outcome. Its refusal is the list of absent ranks; the error that has ended the wait of the rank that
-            refused, if there was one; and whether it is that rank's own, and not that it has found others lost.
+            The outcome. A refusal has three items: the list of absent ranks; the text of the error that has ended the
+            wait of the rank that refused, or empty; and whether that error is its own, not a report of lost ranks.
         """
         found: list[MeetingOutcome] = []
 
@@ -312,7 +312,7 @@ class Meeting:
             self.come(word)
             if not progress.wait_until(ask, paced(look, _LONGEST_PAUSE), seconds=seconds, nap=_NAP):
                 return self.refuse([self.absent(), "", False])
-        except BaseException as error:  # also an interrupt: the others need not wait for this rank
+        except BaseException as error:  # even an interrupt, so that the other ranks do not wait for this one
             with suppress(RuntimeError):  # the store may be gone
                 is_own = not isinstance(error, CommunicationError)
                 outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}", is_own])
@@ -327,9 +327,9 @@ _look_at_members: ContextVar[Callable[[], None]] = ContextVar("look", default=la
 
 @contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """While groups are made in here, their waits for members call ``look`` now and then; it raises what ends the wait.
+    """A context in which the waits of new groups for their members call ``look``, which may raise to end the wait.
 
-    torch.distributed makes a group, and passes nothing on to its backend that could be called.
+    It is a context variable because torch.distributed passes no such argument on to a backend.
     """
     token = _look_at_members.set(look)
     try:
@@ -339,13 +339,13 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 
 
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
-    """Wait until all ``ranks`` (of the world, in the group's order) make this group; a transport may wait for ever.
+    """Wait until all ``ranks`` (of the world, in the group's order) make this group: a transport would wait for ever.
 
-    All must make it with the same ``options``, compared by their text, as is whether collectives are compared. The
-    ``store`` is shared by them, under the name of the group.
+    All ranks must make it with the same ``options`` and the same PPE_DDP_DEBUG, which are compared as text. They share
+    ``store``, under the name of the group.
 
     Returns:
-        How many groups of this name there have been, with this one: keys in the store of those before are still there.
+        The number of groups of this name so far, including this one: keys of earlier ones may still be in the store.
 
     Raises:
         CommunicationError: Some have not come within the group's timeout; names them.
@@ -384,13 +384,14 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
 def exchange(
     group: ProcessGroup, name: str, word: Any, look: Callable[[], None] = lambda: None, *, may_leave: bool = False
 ) -> list[Any]:
-    """The words of all ranks of ``group``, one of torch's, in their order; all of them must call this together.
+    """Exchange a JSON ``word`` over the store; returns the words of all ranks of ``group``, a registered group.
 
-    By the store, and not by the group: what the threads of a backend have done for us they give up a moment after this
-    rank has gone on, and gloo's need Python for it. Where Python is at its end by then, C++ ends the process. Our own
-    duplicates of a group are ended before; the user's group is not ours to end, so nothing of ours goes through it. The
-    ``name`` is new; the word is what JSON can write; ``look`` raises what ends the wait. With ``may_leave`` a rank that
-    has come and is gone since is not missed.
+    All ranks must call this together, with a new ``name``. ``look`` may raise to end the wait. With ``may_leave`` a
+    rank may end after it has come.
+
+    It uses the store, not the group. A gloo thread drops an operation only a moment after its wait has returned, and
+    needs Python for that. If Python has ended by then, C++ ends the process. This library's duplicates of a group end
+    earlier, but it cannot end the user's group, and so sends nothing in it.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.
@@ -400,7 +401,7 @@ def exchange(
     store = WrittenKeys(store_of(group))
     outcome = Meeting(store, f"ppe_ddp/{name}", rank, world_size).words(word, look, seconds, may_leave=may_leave)
     if not outcome.words:
-        look()  # it may know why
+        look()  # may raise a better error
         absent, reason, _ = outcome.refusal
         why = f"has left ({reason})" if reason else f"did not come within the group's timeout of {seconds:g} s"
         raise outcome.error(
@@ -416,12 +417,12 @@ def exchange(
 
 
 def _stores_of_exchanges() -> deque[WrittenKeys]:
-    """Those of one group whose keys are still in the store."""
+    """The stores of one group's last exchanges, whose keys still exist."""
     return deque()
 
 
 def first_unused(is_used: Callable[[int], bool]) -> int:
-    """The first turn that no group of this name has had, which was destroyed or given up; they come in order."""
+    """The first turn that no earlier group of this name has used; turns are used in order, so it is a binary search."""
     used, unused = 0, 1
     while is_used(unused):
         used, unused = unused, 2 * unused

@@ -1,7 +1,7 @@
-"""How tensors of each dtype are reduced: apart from the collectives because wrong numbers would come from here.
+"""The reduction of tensors of each dtype over a wire.
 
-Wires know few dtypes and complain about none: gloo sums bools as bytes and rounds halves at every step of its ring, MPI
-knows no bfloat16. What a wire does not know travels in a wider dtype, and is rounded once.
+Wires support few dtypes and reject none: gloo sums bools as bytes, and rounds half-precision numbers at every step of
+its ring; MPI has no bfloat16. A dtype that a wire does not support is sent in a wider dtype, and rounded once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BOOL_KINDS = {
     _Kind.BXOR: _Kind.BXOR,
 }
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in torch
+_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch cannot divide
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _COMPLEX = (torch.complex64, torch.complex128)
 _SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 FOLDED = frozenset((torch.float32, torch.float64, torch.uint8, *_SIGNED, *_COMPLEX))
-"""What :meth:`WireReduction.fold` computes with: torch has no arithmetic of the other unsigned numbers."""
+"""The dtypes of :meth:`WireReduction.fold`; torch has no arithmetic for the other unsigned integers."""
 _LOWEST = torch.iinfo(torch.int64).min
 _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     _Kind.SUM: torch.add,
@@ -50,22 +50,22 @@ _FOLDS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class WireReduction:
-    """How the elements of one dtype are reduced by one operation over one wire."""
+    """The reduction of elements of one dtype by one operation over one wire."""
 
-    # The dtype that a flat tensor's memory is read as: bool as uint8, a sum of complex numbers as real ones.
+    # The dtype as which a flat tensor's memory is read: bool as uint8, a sum of complex numbers as real numbers.
     view: torch.dtype
-    # The dtype in which the numbers travel; where it is not ``view``, they are converted, and rounded once.
+    # The dtype that is sent. If it is not ``view``, the numbers are converted, and rounded once.
     wire: torch.dtype
-    kind: Any  # what is done with those: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR
-    divides: bool  # whether the result is divided by the number of ranks: towards zero for integers, as in NCCL
-    is_offset: bool  # whether unsigned numbers travel as signed ones of the same order
-    is_known: bool  # whether the wire can compute it; else the ranks exchange their numbers, and :meth:`fold` does
+    kind: Any  # the operation of the wire: SUM, PRODUCT, MIN, MAX, BAND, BOR or BXOR
+    divides: bool  # whether the result is divided by the number of ranks, integers towards zero, as in NCCL
+    is_offset: bool  # whether unsigned numbers are sent as signed numbers with the same order
+    is_known: bool  # whether the wire can reduce; else the ranks exchange their numbers, and :meth:`fold` reduces
 
     def to_wire(self, elements: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """What travels of ``elements``, 1-D and contiguous, of dtype ``view``.
+        """Convert ``elements`` (1-D, contiguous, of dtype ``view``) to the numbers that are sent.
 
-        It lies in ``scratch``, as long and of dtype ``wire``; without it in their own memory, if nothing has to be done
-        before.
+        They are written to ``scratch`` (same length, of dtype ``wire``). Without it they stay in their own memory if no
+        conversion is needed.
         """
         wire = elements.to(self.wire) if scratch is None else scratch.copy_(elements)
         if self.is_offset:
@@ -73,11 +73,11 @@ class WireReduction:
         return wire
 
     def fold(self, rows: Sequence[Tensor]) -> Tensor:
-        """Reduce what has come from the ranks, in their order."""
+        """Reduce the numbers of all ranks, in rank order."""
         return functools.reduce(_FOLDS[self.kind], rows)
 
     def from_wire(self, wire: Tensor, elements: Tensor, size: int) -> None:
-        """Finish what was reduced over ``size`` ranks, and write it to ``elements``, of dtype ``view``."""
+        """Convert the result over ``size`` ranks back, and write it to ``elements``, of dtype ``view``."""
         if self.divides:
             wire.div_(size, rounding_mode=None if wire.is_floating_point() else "trunc")
         if self.is_offset:
@@ -88,10 +88,10 @@ class WireReduction:
 
 @functools.cache
 def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -> WireReduction:
-    """The reduction for a dtype and an operation (``ReduceOp.op``), over a wire that computes with ``known`` dtypes.
+    """The reduction for a dtype and an operation (``ReduceOp.op``), over a wire that supports the ``known`` dtypes.
 
     Raises:
-        TypeError: The operation means nothing for this dtype, such as bits of floating-point numbers.
+        TypeError: The operation is not defined for this dtype, such as BAND for floating-point numbers.
     """
     view, base = _defined(dtype, kind)
     is_offset = False
@@ -105,7 +105,7 @@ def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -
 
 
 def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:
-    """The dtype that memory is read as, and the operation on its elements."""
+    """The dtype as which memory is read, and the operation on its elements."""
     divides = kind == _Kind.AVG
     is_sum = divides or kind == _Kind.SUM
     if kind == _Kind.PREMUL_SUM:

@@ -1,6 +1,6 @@
-"""The contract of what moves bytes between processes: gloo's and MPI's calls behind one interface.
+"""The interface of a wire, which moves bytes between processes by gloo or MPI.
 
-Collectives, process groups, shared memory and two levels stand above it, once for all wires.
+Collectives, process groups, shared memory and two levels are built on it, once for all wires.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ class MessageInFlight(InFlight, Protocol):
     """A message to or from one rank; knows its sender."""
 
     source: int
-    """Who has sent it, as a rank of the wire; -1 until it has arrived."""
+    """The sender, as a rank of the wire; -1 until the message has arrived."""
 
 
 class Wire(Protocol):
-    """Joins the ranks of one group; all of them call each collective in the same order.
+    """Connects the ranks of one group; all ranks call the collectives in the same order.
 
-    Tensors are 1-D and contiguous, or rows of such. They must be left alone until the call is done; the wire keeps them
-    alive until then, also when it was given up.
+    Tensors are 1-D and contiguous, or rows of such. The caller must not touch them until the call is done. The wire
+    keeps them alive until then, even after it was given up.
 
     Attributes:
-        size: How many ranks it joins.
-        largest_tag: That messages may have.
-        dtypes: The dtypes that :meth:`all_reduce` can compute with.
-        piece_bytes: What is larger is faster in pieces of this size, begun one after another; 0 where it is not. Where
-            it is not 0, a call can neither be cancelled nor abandoned, and writes after the wire was given up.
+        size: The number of ranks.
+        largest_tag: The largest tag of a message.
+        dtypes: The dtypes that :meth:`all_reduce` supports.
+        piece_bytes: The size of pieces in which larger messages are faster, begun one after another; 0 to send them
+            whole. If it is not 0, the wire advances only in calls of this process. A call then can be neither cancelled
+            nor abandoned, and writes even after the wire was given up.
     """
 
     size: int
@@ -47,7 +48,7 @@ class Wire(Protocol):
         ...
 
     def broadcast(self, flat: Tensor, root: int) -> InFlight:
-        """Begin to overwrite ``flat`` by that of rank ``root``; its size in bytes is the same on all."""
+        """Begin to overwrite ``flat`` by that of rank ``root``; the same number of bytes on all ranks."""
         ...
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> InFlight:
@@ -55,14 +56,14 @@ class Wire(Protocol):
         ...
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> InFlight:
-        """Begin to send parts of ``flat`` to the ranks, one after another, and to receive theirs into ``output``.
+        """Begin to send consecutive parts of ``flat`` to the ranks, and to receive theirs into ``output``.
 
-        Both have one dtype; so many elements come from each rank, and go to each.
+        Both have one dtype. ``receiving`` and ``sending`` have the number of elements for each rank.
         """
         ...
 
     def barrier(self) -> InFlight:
-        """Begin what is done when every rank has begun it."""
+        """Begin a barrier, which is done when every rank has begun it."""
         ...
 
     def send(self, flat: Tensor, peer: int, tag: int) -> MessageInFlight:
@@ -70,13 +71,13 @@ class Wire(Protocol):
         ...
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> MessageInFlight:
-        """Begin to receive into ``flat`` from rank ``peer``, or from whoever sends with this tag."""
+        """Begin to receive into ``flat`` from rank ``peer``; None stands for any rank that sends with this tag."""
         ...
 
     def close(self) -> None:
-        """End the connections; nothing is under way."""
+        """Close the connections; called when nothing is in flight."""
         ...
 
     def give_up(self) -> None:
-        """Drop the connections without waiting for what is under way."""
+        """Drop the connections without waiting for operations in flight."""
         ...

@@ -1,7 +1,7 @@
-"""The Work of a call that is under way, and the waits of its group, each of which ends when a rank gives the group up.
+"""The Work of a call in flight, and the waits of its group, which end when a rank gives the group up.
 
-wait for a bucket     advance all that is outstanding, on every group     arrived?     ... again
-now and then: has a rank given the group up? is the time over?
+wait for a bucket     repeat: advance the operations of all groups; has it arrived?
+                      now and then: has a rank given the group up? is the time over?
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.rank_store import WrittenKeys
     from ppe_ddp.backends.wire import MessageInFlight
 
-_LOOK_SECONDS = 0.1  # between looks for processes that have ended, and at the store: each is a message ...
-_RARELY_SECONDS = 10.0  # ... and is rare where memory shows when it is time
+_LOOK_SECONDS = 0.1  # between looks for ended processes and at the store, each of which is a message ...
+_RARELY_SECONDS = 10.0  # ... and between looks at the store if shared memory tells when to look
 _GIVEN_UP = "given up"
-_TOLD_SECONDS = 0.3  # in which ranks whose timeouts are over at the same time have said so
+_TOLD_SECONDS = 0.3  # for other ranks, whose timeout is over at the same time, to report it
 _ASK_SECONDS = 0.01
-# Most calls end sooner than a thread would be started; not longer, as what they wait for may wait for the caller.
+# Most calls end before a thread could be started. Not longer: another rank may wait for the caller.
 _PATIENCE_SECONDS = 0.005
 
 
 class Waits:
-    """The waits of one group, whose ranks tell each other by a word in their store that one has given it up."""
+    """The waits of one group. A rank that gives the group up writes the reason to the group's store."""
 
     def __init__(self, store: WrittenKeys, rank: int, place: str, timeout: float, transport: str) -> None:
-        self.place = place  # who and where, for errors: ``"rank 1 of 4, group 'tp'"``
-        self.timeout = timeout  # how long a wait may take, in seconds
-        self.transport = transport  # for errors
-        self.failure = ""  # why the group cannot be used any more; empty while it can
+        self.place = place  # rank and group, for errors: ``"rank 1 of 4, group 'tp'"``
+        self.timeout = timeout  # of a wait, in seconds
+        self.transport = transport  # its name, for errors
+        self.failure = ""  # the reason why the group was given up; empty as long as it can be used
         self.at_failure: list[Callable[[], None]] = []  # called when the group is given up
-        # The ranks whose processes have ended, as far as can be seen.
+        # Returns the ranks whose processes are known to have ended.
         self.ended_ranks: Callable[[], Sequence[int]] = tuple
-        # Whether another rank has given the group up, by a quicker way than the store; the reason is in the store then.
+        # Tells, faster than the store, whether another rank has given the group up; the reason is then in the store.
         self.is_closed_elsewhere: Callable[[], bool] = bool
-        self.sees_every_rank = False  # whether that way shows it of all ranks, so that the store is hardly asked before
+        self.sees_every_rank = False  # ``is_closed_elsewhere`` covers all ranks, so the store is rarely asked
         self._store = BoundedStore(store)
         self._rank = rank
         self._looked = -math.inf
@@ -70,15 +70,15 @@ class Waits:
         """Wait until ``arrived()``.
 
         Args:
-            arrived: Whether the wait is over.
-            what: What is waited for, for errors.
-            absent: The ranks that are waited for, as far as it is known.
-            seconds: How long at most, if positive: the group goes on after that, unlike after its own timeout.
-            rest: Gives the core to the threads that bring it, if there are any.
-            also: Looks for what else may end the wait, and raises that.
+            arrived: Tells whether the wait is over.
+            what: The call that is waited for, for errors.
+            absent: Returns the ranks that are waited for, as far as they are known.
+            seconds: A shorter timeout, if positive. The group can be used after it, unlike after the group's timeout.
+            rest: Gives the core to the threads that advance the call, if there are any.
+            also: Called now and then; may raise to end the wait.
 
         Raises:
-            CommunicationError: The group was given up, by another rank or because the time is over.
+            CommunicationError: The group was given up by another rank, or the time is over.
         """
         start = seen = monotonic()
 
@@ -102,7 +102,8 @@ class Waits:
 
     def _end_of_time(self, what: str, missing: Sequence[int]) -> None:
         told = paced(self.look_now, _ASK_SECONDS)
-        if len(missing) != 1 and self._progress.wait_until(told, seconds=_TOLD_SECONDS):  # by one who knows better
+        # Unless this rank knows the one that is missing, give other ranks a moment to report it.
+        if len(missing) != 1 and self._progress.wait_until(told, seconds=_TOLD_SECONDS):
             raise self.error(what, self.failure)
         who = f"rank {', '.join(map(str, missing))}" if missing else "another rank"
         self.give_up(
@@ -113,14 +114,14 @@ class Waits:
 
     def _look_for_ended(self, what: str, absent: Callable[[], Sequence[int]]) -> None:
         ended = self.ended_ranks()
-        # In this order: what a process has done, it did before its end.
+        # Read ``ended`` before ``absent()``: a process may make the call and then end.
         missing = sorted(set(ended).intersection(absent())) if ended else []
         if missing:
             self.give_up(f"{what} waits for rank {', '.join(map(str, missing))}, whose process has ended")
             raise CommunicationError(f"{self.place}: {self.failure}")
 
     def progress(self) -> None:
-        """Move all that is outstanding, without waiting."""
+        """Advance the operations of all groups, without waiting."""
         self._progress.progress()
 
     def is_given_up(self) -> bool:
@@ -139,21 +140,21 @@ class Waits:
         return bool(self.failure)
 
     def look_now(self) -> bool:
-        """Whether a rank has given the group up; asks the store in any case."""
+        """Whether a rank has given the group up; always asks the store."""
         self._looked = -math.inf
         return self.is_given_up()
 
     def check(self, what: str) -> None:
-        """Raise CommunicationError if a rank has given the group up, with that rank and its reason."""
+        """Raise a CommunicationError with the rank and the reason if a rank has given the group up."""
         if self.is_given_up():
             raise self.error(what, self.failure)
 
     def error(self, what: str, reason: str) -> CommunicationError:
-        """The error to raise where ``what`` has failed."""
+        """The error to raise if ``what`` has failed."""
         return CommunicationError(f"{self.place}: {what} over {self.transport} failed: {reason}")
 
     def give_up(self, reason: str) -> None:
-        """Never use the group again, and tell the other ranks why; they leave their waits with an error."""
+        """Give the group up and tell the other ranks the reason; they leave their waits with an error."""
         if self._fail(reason):
             with suppress(RuntimeError):
                 text = f"rank {self._rank} has given this group up: {reason}"
@@ -161,8 +162,8 @@ class Waits:
             self._close()
 
     def failed(self, what: str, reason: str) -> CommunicationError:
-        """The error of a call that has failed here: the group is given up, if no other rank has done so before."""
-        if self.look_now():  # a rank that gives up says so before it closes its connections
+        """Give the group up after a call has failed here, unless another rank has; returns the error to raise."""
+        if self.look_now():  # a rank that gives the group up writes that before it closes its connections
             return self.error(what, self.failure)
         self.give_up(f"{what} was left: {reason}")
         return self.error(what, reason)
@@ -183,10 +184,10 @@ def _reason(store: WrittenKeys) -> str:
 
 
 class PythonWork(dist.Work):
-    """A Work of which a subclass defines ``wait()`` and the questions about its state.
+    """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state.
 
     Attributes:
-        outputs: What ``result()`` gives.
+        outputs: The result of ``result()``.
     """
 
     outputs: Any = None
@@ -197,22 +198,22 @@ class PythonWork(dist.Work):
     block_current_stream = synchronize
 
     def result(self) -> Any:
-        """The output tensors, to be read after ``wait()``."""
+        """The output tensors, which may be read after ``wait()``."""
         return self.outputs
 
 
 class Work(PythonWork):
-    """A collective or message that is under way.
+    """A collective or message in flight.
 
-    It advances in every call of its backend, on any group. Its tensors must be left alone until ``wait()`` has
-    returned, or ``is_completed()`` has said so.
+    It advances in every call of its backend, on any group. Do not touch its tensors before ``wait()`` has returned or
+    ``is_completed()`` is true.
 
     Args:
         what: The call, for errors.
-        poll: Whether it has ended well; raises where it has failed.
-        absent: The ranks that it waits for, as far as is known.
-        block: Gives the core to the threads of a transport that move it, for a moment; None where only calls do.
-        message: Of a message: what is in flight. The group stays good if nobody comes within its timeout.
+        poll: Tells whether it has succeeded; raises if it has failed.
+        absent: Returns the ranks that it waits for, as far as they are known.
+        block: Gives the core, for a moment, to the transport's threads that advance it; None if only calls do.
+        message: The point-to-point message in flight, if it is one. After its timeout the group can still be used.
     """
 
     def __init__(
@@ -226,9 +227,9 @@ class Work(PythonWork):
         message: MessageInFlight | None = None,
     ) -> None:
         super().__init__()
-        # Called once when it has ended well: brings what came to where it belongs.
+        # Called once after success; copies the result to the user's tensors.
         self.at_arrival: Callable[[], None] | None = None
-        # Has a function called when the transport sees the end; None where only this process looks.
+        # Lets the transport call a function at the end of the call; None if only this process can notice the end.
         self.ask_transport: Callable[[Callable[[], None]], None] | None = None
         self._what = what
         self._waits = waits
@@ -245,16 +246,15 @@ class Work(PythonWork):
         """Wait until it is complete.
 
         Args:
-            timeout: How long at most; None or a time that is not positive stands for the group's timeout.
+            timeout: The longest wait; None or a time that is not positive stands for the group's timeout.
 
         Returns:
             True.
 
         Raises:
-            CommunicationError: The transport reports an error, a rank has given the group up, or the time is over. If
-                it is that of the call and not that of the group, it is still under way, and its tensors must be left
-                alone.
-            DisagreementError: The ranks have called different collectives, where they are compared.
+            CommunicationError: The transport reports an error, a rank has given the group up, or the time is over.
+                After a ``timeout`` of this call it is still in flight, and its tensors must not be touched.
+            DisagreementError: The ranks have called different collectives (PPE_DDP_DEBUG=1).
         """
         if not self._is_settled and not self.done():
             self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
@@ -263,14 +263,14 @@ class Work(PythonWork):
         return True
 
     def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
-        """Wait until it has ended, well or not.
+        """Wait until it has ended, with or without an error.
 
         Args:
-            look: Called now and then; raises what ends the wait.
-            seconds: How long at most, if positive.
+            look: Called now and then; may raise to end the wait.
+            seconds: The longest wait, if positive.
 
         Raises:
-            CommunicationError: As :meth:`wait`, but for an error of the call itself.
+            CommunicationError: As :meth:`wait`, except for an error of the call itself.
         """
         if self._message is not None:
             seconds = seconds or self._waits.timeout
@@ -281,7 +281,7 @@ class Work(PythonWork):
                 raise
 
     def done(self) -> bool:
-        """Whether it has ended, well or not; only looks."""
+        """Whether it has ended, with or without an error; does not advance other operations."""
         if self._is_settled:
             return True
         with self._lock:
@@ -300,10 +300,10 @@ class Work(PythonWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not; does what can be done now."""
+        """Whether it has ended, with or without an error; advances the operations of all groups."""
         if not self.done():
             self._waits.progress()
-            self._waits.is_given_up()  # receives the notice
+            self._waits.is_given_up()  # ends this call if another rank has given the group up
         return self.done()
 
     def is_success(self) -> bool:
@@ -313,15 +313,15 @@ class Work(PythonWork):
         return self._error if self.is_completed() else None
 
     def source_rank(self) -> int:
-        """Who sent a message, as a rank of the group; -1 before it has arrived."""
+        """The sender of a message, as a rank of the group; -1 before it has arrived."""
         return -1 if self._message is None else self._message.source
 
     _source_rank = source_rank  # torch's name for it
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result()``: complete after a short wait, or later by a thread.
+        """A future of ``result()``; completed after a short wait here, or later by a thread.
 
-        Who waits for a future, in C++, calls no backend.
+        The thread is needed because a wait for a future, in C++, calls no backend.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         if progress_engine(os.getpid()).wait_until(self.is_completed, seconds=_PATIENCE_SECONDS):
@@ -331,9 +331,9 @@ class Work(PythonWork):
         return future
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once, by any thread, when this process sees that it has ended, well or not.
+        """Call ``call`` once, in any thread, when this process notices that it has ended, with or without an error.
 
-        Unlike a future's callback it changes nothing: nobody waits for the work, or advances it, who did not before.
+        Unlike a future's callback, this starts no thread that waits for the call or advances it.
         """
         self._at_end = call
         if self.ask_transport is not None:
@@ -350,17 +350,17 @@ class Work(PythonWork):
         try:
             self.wait()
         except Exception as error:
-            # Its frames have this future, and by their callers all of a user's: no collector sees into one of C++.
+            # Its frames hold this future and the user's objects: a cycle through C++ that is never collected.
             future.set_exception(error.with_traceback(None))
         else:
             future.set_result(self.outputs)
 
 
 def combined(works: Sequence[Work], waits: Waits) -> Work:
-    """Several calls, waited for as one; it fails as the first of them that has failed, when all have ended."""
+    """One Work for several calls. When all have ended, it raises the error of the first one that has failed."""
 
     def poll() -> bool:
-        # of all of them, as a message moves only while somebody asks for it
+        # Ask every one: a message advances only while it is asked.
         if not all([work.is_completed() for work in works]):
             return False
         for work in works:
@@ -380,13 +380,13 @@ def combined(works: Sequence[Work], waits: Waits) -> Work:
 # ---------------------------------------------------------------------- calls of a wire
 
 Steps = Generator[InFlight, None, None]
-"""Begins a call of the wire, yields it, and is resumed when it is done."""
+"""A generator that begins a call of the wire, yields it, and is resumed when it is done."""
 
 
 class WireCall:
-    """A collective by a wire: advances from step to step as its calls are done.
+    """A collective over a wire: a sequence of calls, each begun when the one before is done.
 
-    If it ``is_queued``, a queue advances it, and not who looks at it.
+    With ``is_queued`` only its queue advances it, not :meth:`poll`.
     """
 
     def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
@@ -395,18 +395,18 @@ class WireCall:
         self._is_queued = is_queued
         self._waits = waits
         self._steps = steps
-        self._lock = threading.RLock()  # giving the group up ends this call in the middle of its advance
+        self._lock = threading.RLock()  # reentrant, since advance() may give the group up, which calls fail()
         self._current: InFlight | None = None
         self._error: BaseException | None = None
         self._at_end: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin its first step; raises what is wrong with the arguments."""
+        """Begin the next step; the first one raises if the arguments are wrong."""
         with torch.no_grad():
             self._current = next(self._steps)
 
     def advance(self) -> bool:
-        """Go on as far as what is done lets it; whether it is over."""
+        """Begin further steps as long as the current one is done; returns whether all are."""
         with self._lock:
             try:
                 while not self.is_done and (self._current is None or self._current.done()):
@@ -414,7 +414,7 @@ class WireCall:
             except StopIteration:
                 self._end(None)
             except BaseException as error:
-                # whatever it was, the ranks are out of step here
+                # After any error the ranks are out of step, so the group is given up.
                 reason = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__}: {error}"
                 self._end(self._waits.error(self.what, reason))
                 self._error = self._waits.failed(self.what, reason)
@@ -423,7 +423,7 @@ class WireCall:
         return self.is_done
 
     def fail(self) -> None:
-        """End it, as the group was given up; the wire keeps the memory of what is under way."""
+        """End it after the group was given up; the wire keeps the memory of calls in flight."""
         with self._lock:
             if not self.is_done:
                 self._end(self._waits.error(self.what, self._waits.failure))
@@ -441,9 +441,9 @@ class WireCall:
             current.block()
 
     def tell_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when it is over."""
+        """Call ``call`` when it is over."""
         self._at_end = call
-        ask = getattr(self._current, "tell_end", None)  # where the wire has threads, which see it sooner
+        ask = getattr(self._current, "tell_end", None)  # exists if the wire has threads, which notice it earlier
         if ask is not None:
             ask(call)
 
@@ -457,7 +457,7 @@ class WireCall:
 
 
 class CallSet:
-    """The calls of a wire whose threads move them: all under way at a time, looked at by who waits for them."""
+    """The calls of a wire with threads: all are in flight at the same time, and their waits advance them."""
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
@@ -472,7 +472,7 @@ class CallSet:
         self._calls.append(call)
 
     def is_empty(self) -> bool:
-        """True: the wire ends what is under way by itself."""
+        """True: the wire completes its calls by itself."""
         return True
 
     def _fail_all(self) -> None:
@@ -483,9 +483,9 @@ class CallSet:
 
 
 class CallQueue:
-    """The calls of a wire that moves only in this process's calls: one after another, so that all ranks have one order.
+    """The calls of a wire that advances only in calls of this process: one at a time, in the same order on all ranks.
 
-    Each goes on in every call of a backend, on any group: no call waits inside MPI.
+    They advance in every call of a backend, on any group; no call waits inside MPI.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -495,7 +495,7 @@ class CallQueue:
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        """Begin a call as soon as those before it are over."""
+        """Queue a call, which begins when all earlier ones are over."""
         with self._progress.lock:
             self._calls.append(call)
             self._progress.add(self)
@@ -505,11 +505,11 @@ class CallQueue:
         return not self._calls
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether nothing is left to do or to wait for."""
+        """Advance the queue without waiting; returns whether it is empty."""
         while self._calls:
             if not self._calls[0].advance():
                 return False
-            if self._calls:  # a failure has ended all
+            if self._calls:  # empty if advance() has failed, which ends all calls
                 self._calls.popleft()
         return True
 

@@ -1,6 +1,6 @@
-"""Compressors for ``ddp.register_comm_hook(...)``: send less where the link is slow.
+"""Compressors for ``ddp.register_comm_hook(...)``, which send fewer bytes over slow links.
 
-``ddp.register_comm_hook(ErrorFeedback(TopK(0.01)))``. Each method is in the file of its name, with its paper.
+``ddp.register_comm_hook(ErrorFeedback(TopK(0.01)))``. Each method names its paper.
 """
 
 from ppe_ddp.compression.composition import ByParameter, ErrorFeedback, WarmUp

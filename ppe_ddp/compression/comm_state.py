@@ -1,7 +1,7 @@
-"""The memory of compressors, by the names of parameters, and the number of the step. It outlives groups and buckets.
+"""The state of compressors, by the names of parameters, and the number of the step. It outlives groups and buckets.
 
-It belongs to the step, as ``.grad`` does: what a compressor has stored counts when all ranks have taken the step, and
-is put back when they have dropped it, since what it has sent is dropped as well.
+Like ``.grad`` it belongs to the step. When all ranks take the step, the new state is committed. When they drop it, the
+old state is put back, since the sent values are dropped as well.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.plan import ParameterSpec
 
 RESIDUAL = "residual"
-"""The entry of a parameter with what each rank has not sent of it."""
+"""The key of a parameter's residual: the part of its gradients that this rank has not sent."""
 _BUCKETS = 1 << 20  # more than a step has
-# Below this part of the mean size a parameter goes with the one before it: every range of a bucket costs some calls.
+# A parameter below this fraction of the mean size goes to the slice of the one before it: each range costs some calls.
 _SMALL = 1 / 8
-_SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that ranks can be added to them
+_SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that a rank can be added to a seed
 
 
 class CommState:
-    """The state of one wrapper's compressor; if it ``can_revoke``, that of two steps until :meth:`settle`."""
+    """The state of one wrapper's compressor; with ``can_revoke`` a step can be revoked until :meth:`settle`."""
 
     def __init__(self, *, can_revoke: bool = False) -> None:
-        self.owners = SliceOwners()  # where it lies, on several nodes whose ranks share memory
+        self.owners = SliceOwners()  # the slices of the state, if ranks share memory on several nodes
         self._of: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}
-        self._taken: dict[str, dict[str, Any]] = {}  # what was before the last step that was taken
+        self._taken: dict[str, dict[str, Any]] = {}  # the state before the last committed step
         self._can_revoke = can_revoke
-        # Of a step that is dropped for the parameters that no optimizer updates: those that one may update, by name;
-        # those that one has updated, by id; what ends the notes of that.
+        # After put_back_unless_stepped(): parameters that an optimizer may update, by name; the ids of parameters that
+        # one has updated; and a function that ends the notes of these.
         self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
         self._steps = 0
         self._offset: int | None = None
-        self._nodes: list[list[int]] = []  # the ranks on each, where those of several nodes share memory
+        self._nodes: list[list[int]] = []  # the ranks of each node, if ranks share memory on several nodes
 
     def of(self, name: str) -> dict[str, Any]:
-        """The memory of the parameter ``name``: always the same dict, to be changed in place."""
+        """The state of the parameter ``name``: always the same dict, to be changed in place."""
         return self._of.setdefault(name, {})
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is remembered of any parameter."""
+        """Whether no parameter has any state."""
         return not any(self._of.values())
 
     def keep(self, names: Iterable[str]) -> None:
-        """Keep what is remembered of the parameters ``names``, which the step under way may replace."""
+        """Keep a copy of the state of the parameters ``names``, which the current step may replace."""
         self.decide()
         self.settle()
         for name in names:
@@ -69,24 +69,24 @@ class CommState:
                 self._before[name] = dict(self.of(name))
 
     def commit(self) -> None:
-        """Forget what :meth:`keep` has kept: the step is taken."""
-        self.decide()  # of a step before, where this one has sent nothing
+        """Commit the step: drop the copies of :meth:`keep`."""
+        self.decide()  # an earlier step may be undecided, if this one has sent nothing
         self._taken = dict(self._before) if self._can_revoke else {}
         self._before.clear()
 
     def settle(self) -> None:
-        """Forget what was before the last step: nobody drops it any more."""
+        """Drop the state before the last step, which can no longer be revoked."""
         self._taken.clear()
 
     def revoke(self) -> None:
-        """Put back what was before the last step, which is dropped after its communication was complete."""
+        """Restore the state before the last step, which is dropped after its communication was complete."""
         self._end_notes()
         self._before = self._before or self._taken
         self._taken = {}
         self.put_back()
 
     def clear(self) -> None:
-        """Forget everything of all parameters: what is sent from now on is of another kind."""
+        """Drop the state of all parameters, as another kind of values is sent from now on."""
         self._end_notes()
         self._before.clear()
         self.settle()
@@ -94,16 +94,16 @@ class CommState:
             own.clear()
 
     def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
-        """Put back what :meth:`keep` has kept, but of ``finite`` parameters that an optimizer updates until then.
+        """Restore the copies of :meth:`keep` at the next step, except for ``finite`` parameters updated until then.
 
-        A ``GradScaler`` skips the step of each optimizer whose own gradients are not finite, and of no other.
+        A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
         """
         updated: set[int] = set()
         hook = register_optimizer_step_post_hook(partial(_note_step, updated))
         self._undecided = finite, updated, weakref.finalize(self, hook.remove)
 
     def decide(self) -> None:
-        """Put back what :meth:`put_back_unless_stepped` has left open: no optimizer steps any more."""
+        """Complete :meth:`put_back_unless_stepped`; called when no optimizer will step any more."""
         if self._undecided is not None:
             finite, updated, _ = self._undecided
             self._end_notes()
@@ -118,8 +118,8 @@ class CommState:
         self._undecided = None
 
     def put_back(self) -> None:
-        """Put back what :meth:`keep` has kept: the step is dropped."""
-        self.decide()  # of a step before, where this one has sent nothing
+        """Drop the step: restore the copies of :meth:`keep`."""
+        self.decide()  # an earlier step may be undecided, if this one has sent nothing
         for name, entries in self._before.items():
             own = self.of(name)
             own.clear()
@@ -127,55 +127,55 @@ class CommState:
         self._before.clear()
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
-        """Count steps in ``groups`` from here on; go on counting where this is a copy. On all ranks together."""
+        """Count steps in ``groups`` from now on; a copy continues the count. All ranks call this together."""
         hierarchy = self._look_for_nodes(groups)
         if hierarchy is not None:
             self.owners.add(specs, hierarchy.layout.slices)
         if self._offset is None:
-            self._offset = self._steps - groups.step  # on which ranks agree anew when they connect again
+            self._offset = self._steps - groups.step  # the ranks agree on groups.step when they connect
 
     def move(self, steps: int) -> None:
-        """Go on in groups of other ranks, all after so many steps; slices are given anew, and lose what they had."""
+        """Continue in groups of other ranks, after ``steps`` steps; slices are assigned anew and lose their state."""
         self.decide()
         self.owners, self._steps, self._offset = SliceOwners(), steps, None
 
     def common(self) -> dict[str, dict[str, Any]]:
-        """A copy of what all ranks remember alike: everything but what each has not sent yet (``ErrorFeedback``)."""
+        """A copy of the state that is the same on all ranks: all but residuals (``ErrorFeedback``)."""
         self.decide()
         everything = self._of.items()
         return {name: {key: _copy(one) for key, one in own.items() if key != RESIDUAL} for name, own in everything}
 
     def take(self, common: Mapping[str, Mapping[str, Any]]) -> None:
-        """Begin with what :meth:`common` gave on another rank."""
+        """Take the result of :meth:`common` of another rank."""
         for name, entries in common.items():
             self.of(name).update(entries)
 
     @property
     def agreed(self) -> list[str]:
-        """The part of a loaded state that the ranks must have in common, as text."""
+        """The part of a loaded state that must be the same on all ranks, as text."""
         return [f"{self._offset} steps ahead"] if self._offset else []
 
     def step(self, groups: Groups) -> int:
-        """How many synchronized backwards came before the one that is under way in ``groups``."""
+        """The number of synchronized backwards before the current one."""
         return self.steps(groups) - 1
 
     def steps(self, groups: Groups) -> int:
-        """How many synchronized backwards have begun."""
+        """The number of synchronized backwards that have begun."""
         assert self._offset is not None
         self._steps = groups.step + self._offset
         return self._steps
 
     def note_steps(self, groups: Groups) -> None:
-        """Let copies go on from the step of now, also on a rank that has failed before it came to a bucket."""
+        """Note the current step for copies, also on a rank that has failed before it came to a bucket."""
         if self._offset is not None:
             self.steps(groups)
 
     def seed(self, groups: Groups, bucket: int) -> int:
-        """A number for the bucket with this index in this step, the same on every rank."""
+        """A seed for this bucket in this step, the same on every rank."""
         return (self.step(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
 
     def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
-        """A copy of everything, of tensors and plain values."""
+        """A copy of the state, of tensors and plain values."""
         self.decide()
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in self._of.items()}
         return {
@@ -188,8 +188,8 @@ class CommState:
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Go on from what :meth:`state_dict` gave; refuses what is of another compressor, rank, job or module."""
-        if "buckets" in state and "compressor" not in state:  # there was no compressor, so nothing was kept
+        """Load a :meth:`state_dict`; raises for that of another compressor, rank, job or module."""
+        if "buckets" in state and "compressor" not in state:  # saved without a compressor, so without its state
             state = {**self.state_dict(compressor, groups), "parameters": {}}
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
@@ -218,20 +218,20 @@ class CommState:
 
     def _look_for_nodes(self, groups: Groups) -> Hierarchy | None:
         hierarchy = hierarchy_of(groups.buckets)
-        if not (groups.is_duplicate and groups.is_closed):  # else, after a failure, they are what they were
+        if not (groups.is_duplicate and groups.is_closed):  # after a failure, keep the nodes known before
             self._nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
         return hierarchy
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a wrapper has groups of its own, where steps are counted anew."""
+        """Leave out the offset: a copy of a wrapper has groups of its own, with another step count."""
         self.decide()
         return self.__dict__ | {"_offset": None}
 
 
 def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
-    """A hook after a step; an optimizer that skips by itself, as fused ones do, is told to by ``found_inf``."""
+    """A hook after a step, which notes updated parameters. A fused optimizer with ``found_inf`` skips its step."""
     if not getattr(optimizer, "found_inf", None):
-        # The groups of a DistributedOptimizer have master weights.
+        # The groups of a DistributedOptimizer have master weights instead of parameters.
         parameters = getattr(optimizer, "model_parameters", None)
         if parameters is None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -239,7 +239,7 @@ def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
-    """The nodes of ``group``, where ranks of several nodes share memory; the same answer on all ranks."""
+    """The layout of ``group`` if ranks share memory on several nodes, else None; the same on all ranks."""
     cpu = torch.device("cpu")
     if cpu.type not in device_types(group):
         return None
@@ -256,11 +256,11 @@ def _own(value: Any, device: torch.device) -> Any:
 
 
 class SliceOwners:
-    """The slice of a node's ranks that each parameter belongs to, where compressors exchange gradients between nodes.
+    """Assigns each parameter to a slice; the owner of a slice on each node compresses it for its node.
 
-    The same on all ranks, as long as they see the same modules in the same order. A parameter stays with its slice
-    whatever becomes of the others, since what is remembered of it lies there. It is not cut: a part of a matrix would
-    be another matrix to PowerSGD, with more to send. The arithmetic is balanced over the module, not over each bucket.
+    The assignment is the same on all ranks, as long as they see the same modules in the same order. A parameter stays
+    in its slice when other parameters change, since its state is there. It is not cut: for PowerSGD a part of a matrix
+    would be another matrix, with more to send. The work is balanced over the module, not over each bucket.
     """
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class SliceOwners:
         self._numels: dict[str, int] = {}
 
     def add(self, specs: Sequence[ParameterSpec], slices: int) -> None:
-        """Give each parameter that has no slice yet the one with the fewest elements, of so many slices."""
+        """Assign each new parameter to the one of ``slices`` slices with the fewest elements."""
         loads = [0] * slices
         for name, index in self.of_names.items():
             if index < slices:

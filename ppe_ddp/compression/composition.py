@@ -1,4 +1,4 @@
-"""Compressors that wrap others: error feedback, a warm-up, and another method for each kind of parameter."""
+"""Compressors that wrap others: error feedback, a warm-up, and a choice by parameter."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ppe_ddp.torch_internals import fits
 
 @dataclass(frozen=True)
 class ErrorFeedback(Compressor):
-    """Adds what ``compressor`` has not sent of each parameter's gradients, the residual, to what it gets next.
+    """Adds the residual, the part of the gradients that ``compressor`` has not sent, to the next gradients.
 
     F. Seide et al., 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
     Speech DNNs, Interspeech 2014; why it converges: S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
     Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847).
 
-    Takes memory of the size of the gradients (of halves: in float32), and as much again while backward runs. Where a
-    step is dropped (it has failed, or an average is not finite), all residuals are what they were before its backward.
-    With a ``GradScaler`` they are those of scaled gradients, which count for twice or half as much, once, when the
-    scale has changed.
+    It takes memory of the size of the gradients (in float32 for half precision), and twice that while backward runs. If
+    a step is dropped, because it has failed or an average is not finite, all residuals are as before its backward. With
+    a ``GradScaler`` residuals are of scaled gradients: after a change of the scale they count for twice or half as
+    much, once.
 
     Attributes:
-        compressor: Any but another ErrorFeedback.
+        compressor: Any compressor but an ErrorFeedback.
     """
 
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        """Refuse what would keep residuals twice."""
+        """Raise for an ErrorFeedback, which would keep residuals twice."""
         if isinstance(self.compressor, ErrorFeedback):
             raise TypeError("ErrorFeedback(ErrorFeedback(...)) would add what was not sent twice: one is enough")
 
@@ -48,24 +48,24 @@ class ErrorFeedback(Compressor):
             if residual is not None and residual.shape == part.shape and residual.dtype is part.dtype:
                 part.add_(residual)
         yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
-        if gradients.keeps:  # nobody else shall send it once more
+        if gradients.keeps:  # the residual is kept here, so the caller must not keep it as well
             torch._foreach_zero_(gradients.views(gradients.given))
         for segment, part in zip(gradients.segments, parts, strict=True):
-            # A new tensor: the old one is put back where the step is dropped. A copy: a view would keep the bucket.
+            # A new tensor, since the old one is put back if the step is dropped; a view would keep the bucket alive.
             segment.state[RESIDUAL] = part.clone()
 
 
 @dataclass(frozen=True)
 class WarmUp(Compressor):
-    """Compresses by ``compressor`` after ``steps`` synchronized backwards: gradients change fast before, and most.
+    """Compresses by ``compressor`` only after ``steps`` synchronized backwards, as gradients change fast at first.
 
-    As torch's PowerSGD hook has it (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
-    (https://arxiv.org/abs/1712.01887). Those that fail or that a ``GradScaler`` skips count, too.
+    Like torch's PowerSGD hook (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
+    (https://arxiv.org/abs/1712.01887). Backwards that fail, or that a ``GradScaler`` skips, count as well.
 
     Attributes:
-        compressor: From then on.
-        steps: The number of synchronized backwards before.
-        before: Until then.
+        compressor: The compressor after the warm-up.
+        steps: The number of synchronized backwards of the warm-up.
+        before: The compressor during the warm-up.
     """
 
     compressor: Compressor
@@ -79,13 +79,13 @@ class WarmUp(Compressor):
 
 @dataclass(frozen=True)
 class ByParameter(Compressor):
-    """Chooses the method by the name of the parameter. Each sends messages of its own, side by side with the others.
+    """Chooses the compressor by the name of the parameter. Each sends messages of its own, side by side.
 
     Attributes:
-        patterns: From a pattern of shells (``"*.bias"``, ``"encoder.*"``) to a compressor. The first that fits the name
-            in the wrapped module counts.
-        otherwise: For names that none fits.
-        min_numel: Parameters with fewer elements are sent uncompressed, whatever their names.
+        patterns: From a shell pattern (``"*.bias"``, ``"encoder.*"``) to a compressor. The first pattern that matches
+            the name in the wrapped module counts.
+        otherwise: The compressor for names that match no pattern.
+        min_numel: Parameters with fewer elements are sent uncompressed.
     """
 
     patterns: Mapping[str, Compressor]

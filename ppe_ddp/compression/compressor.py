@@ -1,4 +1,4 @@
-"""The contract of a compressor: the gradients that it gets, and the ranks that it exchanges them with."""
+"""The interface of a compressor: the gradients that it gets, and the link over which it exchanges them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 _PIECE_NBYTES = 1 << 18
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""The dtypes in which halves are added up."""
+"""The dtypes in which half-precision numbers are summed."""
 
 Exchange = Generator[Waitable, None, None]
-"""Yields what its next step waits for; whoever resumes it has waited for that."""
+"""Yields an operation in flight; it is resumed when that has been waited for."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Where one parameter lies in the flat tensors.
+    """The place of one parameter in the flat tensors.
 
     Attributes:
-        name: Of the parameter in the wrapped module.
+        name: The name of the parameter in the wrapped module.
         start: The first element.
         numel: The number of elements.
-        rows: The gradient as a matrix has so many rows of ``numel // rows`` elements, in the order of memory: the
-            first dimension of the parameter by all others. At most 1 where the parameter has fewer than two dimensions.
-        state: What compressors remember of this parameter from step to step, by keys of their own: tensors and plain
+        rows: The number of rows of the gradient as a matrix, each of ``numel // rows`` elements, in the order of
+            memory: the first dimension of the parameter by all others. At most 1 for fewer than two dimensions.
+        state: The compressors' state of this parameter, kept from step to step, by keys of their own: tensors and plain
             numbers. Part of ``comm_state_dict()``.
     """
 
@@ -56,17 +56,17 @@ class Segment:
 class FlatGradients:
     """The gradients of one bucket, to be averaged.
 
-    A compressor touches what lies in :attr:`segments` and nothing else: another one may have the rest of the tensors.
+    A compressor must read and write only the :attr:`segments`: another compressor may have the rest of the tensors.
 
     Attributes:
-        given: What this rank contributes: 1-D, float32 or float64. Zero where it has no gradient.
-        average: Where the average goes, of the same size and dtype. The same tensor as ``given``, unless ``keeps``.
+        given: This rank's gradients: 1-D, float32 or float64. Zero for parameters without a gradient here.
+        average: The tensor for the average, of the same size and dtype. It is ``given`` itself, unless ``keeps``.
         segments: The parameters, in ascending order of ``start``.
-        keeps: Whether ``given`` must hold, in the end, what this rank has not sent. Then summed over the ranks:
-            what was given = world size * average + what was kept.
-        dtype: Of the parameters' own gradients, which may be narrower.
-        step: How many synchronized backwards there were before this one; the same on every rank.
-        seed: For random numbers: the same on every rank, another one in each step and bucket.
+        keeps: Whether ``given`` must end as the part that this rank has not sent. Summed over the ranks, the old
+            ``given`` must then equal world size * ``average`` + the new ``given``.
+        dtype: The dtype of the parameters' gradients, which may be narrower.
+        step: The number of synchronized backwards before this one; the same on every rank.
+        seed: A seed for random numbers: the same on every rank, another one in each step and bucket.
     """
 
     given: Tensor
@@ -95,17 +95,17 @@ class FlatGradients:
         return replace(self, segments=tuple(segments))
 
     def joined(self, flat: Tensor) -> Tensor | None:
-        """The view of ``flat`` that all segments are, 1-D; None where they do not lie one after another."""
+        """One 1-D view of ``flat`` with all segments; None if they are not adjacent."""
         first, last = self.segments[0], self.segments[-1]
         return flat[first.start : last.stop] if last.stop - first.start == self.numel else None
 
     def packed(self, flat: Tensor) -> Tensor:
-        """The segments of ``flat`` one after another, 1-D: a view of it where they lie so, or else a copy."""
+        """The segments of ``flat`` one after another, 1-D: a view if they are adjacent, else a copy."""
         view = self.joined(flat)
         return torch.cat(self.views(flat)) if view is None else view
 
     def unpack(self, values: Tensor, flat: Tensor) -> None:
-        """Copy ``values``, as :meth:`packed` gives them, into the segments of ``flat``, unless they lie there."""
+        """Copy ``values``, in the layout of :meth:`packed`, into the segments of ``flat``, if they are not there."""
         if (target := self.joined(flat)) is not None:
             if not target.is_set_to(values):
                 target.copy_(values)
@@ -114,21 +114,21 @@ class FlatGradients:
 
 
 class Link:
-    """The ranks on the two sides of what compression is for: a process group whose connection is slow.
+    """The process group over which a compressor communicates.
 
     All ranks must start the same collectives in the same order, with the same sizes. Each collective is a generator: it
-    starts, yields what is in flight, and returns its result when it is resumed. So a compressor reads as if it waited,
-    ``rows = yield from link.all_gather(message)``, and several buckets are under way.
+    starts, yields the operation in flight, and returns its result when it is resumed. So a compressor is written as if
+    it waited, ``rows = yield from link.all_gather(message)``, while several buckets are in flight.
 
     Args:
-        group: Where to communicate; None for a subclass that communicates otherwise.
-        rank: This process in the group.
+        group: The process group; None for a subclass that communicates otherwise.
+        rank: The rank of this process in the group.
         size: The number of ranks.
-        device: Where the tensors are.
+        device: The device of the tensors.
 
     Attributes:
-        nbytes: What was sent, as the size of an all-reduce that puts as many bytes on the link: so that it compares
-            with the bytes of the gradients whatever the collectives are.
+        nbytes: The bytes sent so far, as the size of an all-reduce with the same traffic. So it can be compared with
+            the bytes of the gradients for any collectives.
     """
 
     def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device) -> None:
@@ -139,7 +139,7 @@ class Link:
         self.nbytes = 0
 
     def all_reduce(self, tensor: Tensor) -> Exchange:
-        """Add up ``tensor``, float32 or float64, in place."""
+        """Sum ``tensor`` (float32 or float64) over the ranks, in place."""
         if self.size > 1 and tensor.numel():
             self.nbytes += tensor.nbytes
             yield self._sum(tensor)
@@ -154,7 +154,7 @@ class Link:
         return rows
 
     def all_to_all(self, rows: Tensor) -> Generator[Waitable, None, Tensor]:
-        """Send each rank its row of ``rows``, which is contiguous; the result has the rows that came from all ranks."""
+        """Send each rank its row of ``rows``, which is contiguous; returns the rows that all ranks have sent here."""
         if self.size == 1 or not rows.numel():
             return rows
         self.nbytes += rows.nbytes // 2
@@ -169,8 +169,8 @@ class Link:
         if self._group is None or self.device.type != "cpu" or backend_for(self._group, self.device).name() != "gloo":
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return gather(as_bytes(rows), message, group=self._group, async_op=True)
-        # Some bytes at a time: long messages in both directions of a link hold up each other's acknowledgements, so
-        # that gloo takes half as long again as for an all-reduce.
+        # In pieces: long messages in both directions of a link delay each other's acknowledgements, so that gloo would
+        # take 1.5 times as long as for an all-reduce.
         received, started = rows.view(self.size, -1).view(torch.uint8), []
         for begin in range(0, message.numel(), _PIECE_NBYTES):
             piece = slice(begin, begin + _PIECE_NBYTES)
@@ -185,7 +185,7 @@ class Link:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is neither NaN nor infinity in any of these dense tensors. The host waits for a GPU."""
+    """Whether none of these dense tensors has NaN or infinity. The host waits for a GPU."""
     totals = [tensor.sum(dtype=WIDE.get(tensor.dtype)) for tensor in tensors]
     if all([bool(total.isfinite()) for total in totals]):
         return True
@@ -193,28 +193,28 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 class Compressor(ABC):
-    """Averages gradients over the ranks of a link, and sends less than all of them.
+    """Averages gradients over the ranks of a link, and sends fewer bytes than an all-reduce.
 
-    It is a value: its fields say how, and never change. What it remembers is in the ``state`` of each parameter, so
-    that buckets may be made of other parameters in every step. Its ``repr`` must tell it from any other, since ranks
-    compare it. Derive from :class:`~ppe_ddp.compression.quantization.BlockCodec` for a method that encodes and decodes
-    and leaves the exchange as it is.
+    It is a value, whose fields never change. Its state is in the ``state`` of each parameter, since each step may have
+    other buckets. Ranks compare its ``repr``, so this must tell it from any other compressor. Derive from
+    :class:`~ppe_ddp.compression.quantization.BlockCodec` for a method that only encodes and decodes.
     """
 
     @abstractmethod
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         """Average ``gradients`` over the ranks of ``link``, in place; a generator that yields before it waits.
 
-        It is started when the bucket is complete here, while backward is still running, and resumed when what it has
-        yielded has been waited for, in an order that is the same on every rank. Other buckets are under way meanwhile.
+        It is started when the bucket is complete on this rank, while backward is still running. It is resumed when the
+        yielded operation has been waited for, in an order that is the same on every rank. Other buckets are in flight
+        meanwhile.
 
-        What it must see to:
+        It must guarantee:
 
         - every rank gets the same ``gradients.average``, bit by bit;
-        - what is not finite on any rank is not finite in the average, so that a ``GradScaler`` notices;
-        - ``gradients.keeps``: what was not sent is in ``gradients.given`` in the end;
-        - ``state`` gets new values; a tensor that is in it is never written to. What was there is put back where the
-          step is dropped: it has failed on some rank, or an average is not finite.
+        - an element that is not finite on some rank is not finite in the average, so that a ``GradScaler`` notices;
+        - with ``gradients.keeps``, the part that was not sent is in ``gradients.given`` in the end;
+        - entries of ``state`` are replaced by new tensors, and never written to. If the step is dropped, because it has
+          failed on some rank or an average is not finite, the old entries are put back.
         """
         ...
 
@@ -224,7 +224,7 @@ class Compressor(ABC):
 
 
 def together(exchanges: Iterable[Exchange]) -> Exchange:
-    """Let several exchanges go on side by side, in their order."""
+    """Run several exchanges side by side; each round starts them in order."""
     running = list(exchanges)
     while running:
         started = [(exchange, pending) for exchange in running if (pending := next(exchange, None)) is not None]

@@ -1,4 +1,4 @@
-"""Reduces buckets by a compressor, in rounds: hands it flat gradients with what is remembered of each parameter."""
+"""Reduces buckets by a compressor, in rounds; passes it flat gradients with the state of each parameter."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 Delivered = Generator[Waitable, None, Waitable | None]
-"""An exchange; returns what its result still waits for when nothing more is to be sent, or None."""
+"""An exchange. It returns an operation that its result still waits for after all is sent, or None."""
 
 _CPU = torch.device("cpu")
-_DISTANCE = 2  # turns from a round to the next of the same bucket
-_LAYOUTS = 256  # that are kept
+_DISTANCE = 2  # turns from one round of a bucket to its next
+_LAYOUTS = 256  # cached
 
 
 class CompressorReduction(Reduction):
-    """Calls a compressor, with what is remembered of each parameter in ``state``."""
+    """Calls a compressor, with the state of each parameter in ``state``."""
 
     sends_kept = True
 
@@ -45,11 +45,11 @@ class CompressorReduction(Reduction):
         super().__init__(groups)
         self.compressor = compressor
         self._state = state
-        # By names, and the shape and strides of each: what is made once is used as long as the same layout comes along.
+        # Cached by names, shapes and strides, as most steps have the same layouts.
         self._segments = lru_cache(_LAYOUTS)(partial(_segments, state))
         self._queue = ExchangeQueue(lambda pending, device: groups.failures.wait(pending, device))
         self._started: list[GradBucket] = []
-        self._sparse: list[Tensor] = []  # averages, which are not compressed
+        self._sparse: list[Tensor] = []  # sparse averages, which are not compressed
         self.may_launch = self._queue.is_ready
         self.agreed = self.title
 
@@ -59,19 +59,19 @@ class CompressorReduction(Reduction):
         return f"compressor {self.compressor!r}"
 
     def abandon(self) -> None:
-        """Leave what is under way, and what it has changed of the state: the step is dropped."""
+        """Drop the step: abandon exchanges in flight, and restore the state."""
         self._queue.abandon()
         self._started.clear()
         self._sparse.clear()
         self._state.put_back()
 
     def note_sparse(self, name: str, average: Tensor) -> None:
-        """See :meth:`Reduction.note_sparse`; a step in which it is not finite is left out, too."""
+        """See :meth:`Reduction.note_sparse`; a sparse average that is not finite drops the step as well."""
         super().note_sparse(name, average)
         self._sparse.append(average.values())
 
     def commit(self) -> None:
-        """Let the state be what the step has made of it, or what it was where an average (of all) is not finite."""
+        """Commit the state; if an average is not finite, restore it for parameters that no optimizer updates."""
         started, self._started = self._started, []
         sparse, self._sparse = self._sparse, []
         if self._state.is_empty or are_finite([*sparse, *(bucket.buffer() for bucket in started)]):
@@ -82,7 +82,7 @@ class CompressorReduction(Reduction):
         self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending``; what this rank has sent by it, in bytes of an all-reduce."""
+        """Wait for ``pending``; returns the bytes that this rank has sent, see :attr:`Link.nbytes`."""
         super().finish(bucket, pending, memory)
         return pending.nbytes if isinstance(pending, PendingExchange) else None
 
@@ -107,13 +107,13 @@ class CompressorReduction(Reduction):
         return None
 
     def _average_between_nodes(self, bucket: GradBucket, hierarchy: Hierarchy, links: Sequence[Link]) -> Delivered:
-        """Average over all ranks of the group; only what goes between nodes is compressed.
+        """Average over all ranks of the group; only messages between nodes are compressed.
 
             ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
             owners of a slice    own parameters                --compressor-->   their averages over the nodes
             ranks of a node      averages                      --copy-->         flat gradients of all ranks
 
-        To the compressor a node is one rank, whose gradient is the mean over the node.
+        For the compressor each node is one rank, whose gradient is the mean over the node.
         """
         gradients, state, layout = self._gradients(bucket), self._state, hierarchy.layout
         parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
@@ -124,7 +124,7 @@ class CompressorReduction(Reduction):
         yield reduction.summed
         exchanges = []
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
-            total.mul_(link.size / layout.size)  # so that the mean over the nodes is that over the ranks
+            total.mul_(link.size / layout.size)  # so that the mean over the nodes is the mean over the ranks
             own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])), seed=seed)
             exchanges.append(self.compressor.average(own, link))
         yield from together(exchanges)
@@ -151,7 +151,7 @@ def _segments(
     segments, start = [], 0
     for name, (shape, stride, is_complex) in zip(names, forms, strict=True):
         numel = math.prod(shape)
-        # The outermost dimension in memory: of a matrix the rows as they lie.
+        # The size of the outermost dimension in memory: for a matrix its rows, as stored.
         rows = max(zip(stride, shape, strict=True))[1] if len(shape) > 1 and numel else 1
         numel *= 2 if is_complex else 1
         segments.append(Segment(name, start, numel, rows, state.of(name)))
@@ -160,7 +160,7 @@ def _segments(
 
 
 def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
-    """Warn where compression cannot pay, as far as this rank sees the others."""
+    """Warn if all ranks are on one machine, where compression cannot pay."""
     if groups.rank == 0 < groups.world_size - 1 == len(groups.processes.on_this_node):
         logger.warning(
             "all ranks are on one machine, where %r takes longer than the memory that it saves: compression is for "
@@ -172,32 +172,32 @@ def warn_of_one_machine(compressor: Compressor, groups: Groups) -> None:
 class ExchangeQueue:
     """Advances exchanges of several rounds each, turn by turn, in an order that is the same on every rank.
 
-    A round can start when the one before it has arrived, which is at another moment on every rank; but all ranks must
-    start the same collectives in the same order. So the order follows from the number of the bucket alone:
+    A round can start when the one before it has arrived, which happens at another moment on each rank. But all ranks
+    must start the same collectives in the same order. So the order follows from the number of the bucket alone:
 
         turn        0       1       2       3       4       5       6
         bucket 0    start           2nd             end
         bucket 1            start           2nd             end
         bucket 2                    start           2nd             end
 
-    In each turn older buckets come first. The second round of a bucket goes out while backward still computes the
-    gradients of others. Turns wait for what they need; who does not want to wait asks first.
+    In each turn older buckets come first. The second round of a bucket is sent while backward still computes gradients
+    of other buckets. A turn waits for the messages that it needs; :meth:`is_ready` tells whether it would wait.
 
-    Ranks of a node that average different parameters are through with a bucket at different times. So what an exchange
-    returns, which needs the other ranks of the node, is waited for when nothing is left to be turned: a rank that
-    waited earlier would keep back messages that the others wait for.
+    Ranks of a node that average different parameters finish a bucket at different times. The operation that an exchange
+    returns needs the other ranks of the node. So it is waited for only when no turns are left: a rank that waited
+    earlier would delay messages that the other ranks wait for.
     """
 
     def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
         self._wait = wait
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
-        self._error: BaseException | None = None  # of a turn: who only asked for it has not raised it
+        self._error: BaseException | None = None  # of a failed turn; the next turn raises it again
 
     def start(
         self, exchange: Delivered, links: Sequence[Link], device: torch.device, name: str = ""
     ) -> PendingExchange:
-        """Begin ``exchange``, over ``links``, after a turn of those under way; timelines call it ``name``."""
+        """Take a turn of the exchanges in flight, then begin ``exchange`` over ``links``, ``name`` in timelines."""
         self._advance()
         entry = PendingExchange(self, exchange, links, device, name)
         entry.resume(self._turn)
@@ -210,7 +210,7 @@ class ExchangeQueue:
         return all(entry.is_ready() for entry in self._due())
 
     def abandon(self) -> None:
-        """Nothing of what is under way will be waited for any more."""
+        """Abandon all exchanges in flight."""
         for entry in self._running:
             entry.is_done = True
             entry.pending = None
@@ -219,7 +219,7 @@ class ExchangeQueue:
         self._error = None
 
     def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
-        """Take turns until ``entry`` is over and delivered, or until one of them would have to wait."""
+        """Take turns until ``entry`` has ended and is delivered; without ``may_wait`` stop before a turn would wait."""
         while not entry.is_done and (may_wait or self.is_ready()):
             self._advance()
         if entry.delivery is None:
@@ -251,7 +251,7 @@ class ExchangeQueue:
 
 
 class PendingExchange:
-    """One exchange under way. May be asked and waited for only when all buckets of the backward have been started."""
+    """One exchange in flight. Call :meth:`done` and :meth:`wait` only when all buckets of the backward have started."""
 
     goes_in_turns = True  # timelines show its messages one by one
 
@@ -263,22 +263,22 @@ class PendingExchange:
         self._links = links
         self.device = device
         self.name = name
-        self.due = 0  # the turn in which it goes on
+        self.due = 0  # the turn of its next round
         self.pending: Waitable | None = None
-        self.delivery: Waitable | None = None  # what its result still waits for when it has ended
+        self.delivery: Waitable | None = None  # the operation that its result still waits for
         self.is_done = False  # it has ended
 
     @property
     def nbytes(self) -> int:
-        """What this rank has sent so far, see :attr:`Link.nbytes`."""
+        """The bytes that this rank has sent so far, see :attr:`Link.nbytes`."""
         return sum(link.nbytes for link in self._links)
 
     def is_ready(self) -> bool:
-        """Whether it can go on without the host waiting: on GPUs a stream waits."""
+        """Whether its next round can start without a wait of the host; on GPUs a stream waits."""
         return self.pending is None or self.device.type != "cpu" or is_completed(self.pending)
 
     def resume(self, turn: int) -> None:
-        """Go on to the next round, or to the end; what is pending was waited for."""
+        """Start the next round, or end; called when ``pending`` has been waited for."""
         self.pending = None
         self.due = turn + _DISTANCE
         begin, before = perf_counter_ns(), self.nbytes
@@ -293,17 +293,17 @@ class PendingExchange:
                 log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.nbytes - before)
 
     def done(self) -> bool:
-        """Whether the average is there; takes the turns that need not wait."""
+        """Whether the average has arrived; takes turns that need not wait."""
         self._queue.advance_until(self, may_wait=False)
         return self.is_done and self.delivery is None
 
     def wait(self) -> None:
-        """Take turns until the average is there."""
+        """Take turns until the average has arrived."""
         self._queue.advance_until(self, may_wait=True)
 
 
 class CrossNodeLink(Link):
-    """The owners of one slice on all nodes, as compressors see them."""
+    """The link between the owners of one slice on all nodes."""
 
     def __init__(self, link: SliceLink) -> None:
         super().__init__(None, link.rank, link.size, _CPU)
@@ -332,7 +332,7 @@ def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:
-    """The segments, moved so that each begins where the one before it ends."""
+    """The segments, shifted so that each begins at the end of the one before it."""
     start = 0
     for segment in segments:
         yield replace(segment, start=start)

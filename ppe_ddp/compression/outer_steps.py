@@ -1,8 +1,8 @@
 """LocalSGD and DiLoCo: every rank trains by itself for some steps, then all ranks take one outer step together.
 
-The two differ in the outer step only. It is a synchronization like any other: what each parameter has changed by since
-the last one takes the place of its gradient. So it is negotiated, packed and compressed as gradients are, and a
-parameter that no rank has changed costs nothing.
+They differ only in the outer step. It is a normal synchronization, with the change of each parameter since the last
+outer step in place of its gradient. So changes are negotiated, packed and compressed like gradients, and a parameter
+that no rank has changed costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Synchronizing(Protocol):
-    """The part of a wrapper that outer steps need."""
+    """The part of a wrapper that outer steps use."""
 
     module: nn.Module
 
@@ -34,20 +34,20 @@ class Synchronizing(Protocol):
 
 
 class OuterSteps:
-    """Counts the steps of an optimizer, and lets all ranks take an outer step after every so many.
+    """Counts the steps of an optimizer, and takes an outer step on all ranks after each ``every`` of them.
 
     Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
-    ranks must make it together, and run the same number of inner steps; one that a ``GradScaler`` skips counts.
-    ``.grad`` is None after an outer step. What is unfrozen, added or replaced is averaged from then on; new parameters
-    must be the same on all ranks. Parameters that ``load_state_dict()`` has loaded, the same on all ranks, are where
-    the next outer step begins.
+    ranks must make it together, and run the same number of inner steps; a step that a ``GradScaler`` skips counts.
+    ``.grad`` is None after an outer step. Parameters that are unfrozen, added or replaced are averaged from then on;
+    new ones must be the same on all ranks. If ``load_state_dict()`` loads parameters, the same on all ranks, the next
+    outer step begins from these.
 
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
-        optimizer: The inner one, which updates whole parameters: no ``DistributedOptimizer``.
-        every: Inner steps to one outer step, at least 1.
-        lr: Of the outer step.
-        momentum: Nesterov's, of the outer step.
+        optimizer: The inner optimizer, which updates whole parameters, so no ``DistributedOptimizer``.
+        every: The number of inner steps for one outer step, at least 1.
+        lr: The learning rate of the outer step.
+        momentum: The Nesterov momentum of the outer step.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class OuterSteps:
 
     @property
     def is_between(self) -> bool:
-        """Whether there were inner steps since the last outer step, so that each rank has parameters of its own."""
+        """Whether there were inner steps since the last outer step, so that parameters differ between ranks."""
         return self._steps != self._synchronized_at
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the parameters that are averaged are those of ``module``, or of what it wraps."""
+        """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
         return self.module in (module, getattr(module, "module", None))
 
     def _begin_inner_step(self) -> None:
@@ -113,7 +113,7 @@ class OuterSteps:
 
     @torch.no_grad()
     def _remember(self) -> None:
-        """Copy what there was at the last outer step of parameters that were unfrozen, replaced or loaded since."""
+        """Copy parameters that were unfrozen, replaced or loaded since the last outer step, as its values."""
         self._update()
         for module in self.module.modules():
             if module not in self._watched:
@@ -132,7 +132,7 @@ class OuterSteps:
 
     def _end_inner_step(self, optimizer: Optimizer) -> None:
         if self._of_optimizer[:1] != [self]:
-            return  # the first counts for all
+            return  # the first OuterSteps of the optimizer counts for all
         try:
             _count_all(self._of_optimizer)
         except BaseException:
@@ -149,10 +149,10 @@ class OuterSteps:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Take an outer step now; called by itself after every so many inner steps. All ranks must call it together.
+        """Take an outer step now; called automatically after ``every`` inner steps. All ranks must call it together.
 
-        Where it fails, the parameters stay what they are on each rank, and ``.grad`` is None. Where the ranks have
-        averaged, and one fails or is interrupted after that, it takes the rest of the outer step before its next step.
+        If it fails, the parameters do not change on any rank, and ``.grad`` is None. If a rank fails or is interrupted
+        after the averages have arrived, it completes the outer step before its next step.
         """
         parameters: dict[str, nn.Parameter] = {}
         try:
@@ -167,7 +167,7 @@ class OuterSteps:
                 raise
             self._ddp.finish_grad_sync()
             self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            if self._averages:  # none where nobody has changed anything, or where a check has dropped the outer step
+            if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
                 self._synchronized_at = self._steps
         finally:
             for parameter in parameters.values():
@@ -178,13 +178,13 @@ class OuterSteps:
         if name not in self._last:
             return None
         change = self._last[name][1] - parameter
-        return change if bool(change.any()) else None  # also where it is NaN
+        return change if bool(change.any()) else None  # any() is also true for NaN
 
     @torch.no_grad()
     def _update(self) -> None:
-        """Take the outer step that the ranks have agreed on, or the rest of it: the others have taken it.
+        """Take the outer step whose averages have arrived, or the rest of it after an interrupt.
 
-        What is computed is kept before anything is written, so that an interrupt does no harm.
+        Each new value is kept before it is written, so that an interrupt between both does no harm.
         """
         parameters = dict(self.module.named_parameters()) if self._next or self._averages else {}
         while self._next or self._averages:
@@ -201,7 +201,7 @@ class OuterSteps:
             self._next = None
 
     def _outcome(self, name: str, parameter: nn.Parameter, change: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The parameter and the momentum after a step of torch's ``SGD`` with Nesterov's, from the last outer step."""
+        """The parameter and its momentum after a step of torch's ``SGD`` (Nesterov) from the last outer step."""
         if change.is_sparse:
             change = change.to_dense()
         last = self._last[name][1] if name in self._last else parameter.detach()  # only other ranks have unfrozen it
@@ -215,7 +215,7 @@ class OuterSteps:
     def stop(self) -> None:
         """Take no more outer steps, and synchronize backwards again.
 
-        What each rank has for itself stays so: call :meth:`synchronize` before, and go on with a new optimizer.
+        It does not average the parameters: call :meth:`synchronize` before, and go on with a new optimizer.
         """
         self._update()
         for handle in self._handles:
@@ -225,7 +225,7 @@ class OuterSteps:
         self._ddp.train_apart(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of what all ranks have at the last outer step, and the number of inner steps."""
+        """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
         self._remember()
         return {
             "steps": self._steps,
@@ -234,7 +234,7 @@ class OuterSteps:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; the parameters are each rank's own, and loaded apart."""
+        """Load a :meth:`state_dict`; the current parameters of each rank are loaded separately."""
         parameters = dict(self.module.named_parameters())
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:
@@ -243,7 +243,7 @@ class OuterSteps:
         self._remember()
         self._is_restored = True
         self._steps = int(state["steps"])
-        self._synchronized_at = None  # the parameters that are loaded beside it may be each rank's own
+        self._synchronized_at = None  # unknown: the parameters that are loaded separately may differ between ranks
         for name, value in state["last"].items():
             parameter = parameters[name]
             self._last[name] = parameter, value.detach().to(parameter.device, copy=True)
@@ -253,13 +253,13 @@ class OuterSteps:
 
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
-    """Those that count the steps of ``optimizer`` now: one for each wrapper whose parameters it updates."""
+    """The OuterSteps that count the steps of ``optimizer``: one for each wrapper whose parameters it updates."""
     found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
     return found
 
 
 def _count_all(outer_steps: Sequence[OuterSteps]) -> None:
-    """Count an inner step for each, also after an error: the other ranks go on to the next outer step."""
+    """Count an inner step for each, even after an error, since other ranks go on to the next outer step."""
     with ExitStack() as stack:
         for one in reversed(outer_steps):
             stack.callback(one.count)
@@ -271,9 +271,9 @@ class LocalSGD(OuterSteps):
     S. U. Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019 (https://arxiv.org/abs/1805.09767).
 
     Args:
-        ddp: The wrapper; a compressor that is registered with it compresses what the parameters have changed by.
+        ddp: The wrapper; a compressor that is registered with it compresses the changes of the parameters.
         optimizer: Updates the parameters.
-        every: Steps between two averages. More of them cost less, and let the ranks drift apart.
+        every: The number of steps between two averages. A larger number costs less, but lets the ranks drift apart.
     """
 
     def __init__(self, ddp: Synchronizing, optimizer: Optimizer, *, every: int) -> None:
@@ -281,18 +281,18 @@ class LocalSGD(OuterSteps):
 
 
 class DiLoCo(OuterSteps):
-    """Lets every rank train by itself, and takes an outer step on the mean change after ``every`` steps.
+    """Lets every rank train by itself, and takes an outer step with the mean change after ``every`` steps.
 
     A. Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023
-    (https://arxiv.org/abs/2311.08105); that what is sent may be quantized: A. Douillard et al., Streaming DiLoCo with
+    (https://arxiv.org/abs/2311.08105); with quantized changes: A. Douillard et al., Streaming DiLoCo with
     overlapping communication, 2025 (https://arxiv.org/abs/2501.18512).
 
     Args:
         ddp: The wrapper; register ``Int8()`` or another compressor with it for quantized outer gradients.
-        optimizer: The inner one, in the paper AdamW.
-        every: Inner steps to one outer step; in the paper 500.
-        lr: Of the outer step; 1 without momentum is LocalSGD.
-        momentum: Of the outer step, Nesterov's.
+        optimizer: The inner optimizer; AdamW in the paper.
+        every: The number of inner steps for one outer step; 500 in the paper.
+        lr: The learning rate of the outer step; 1 without momentum is LocalSGD.
+        momentum: The Nesterov momentum of the outer step.
     """
 
     def __init__(
@@ -302,10 +302,10 @@ class DiLoCo(OuterSteps):
 
 
 class _LoadedParameters:
-    """Notes which parameters ``load_state_dict()`` replaces the values of; a class, so that modules can be pickled."""
+    """Notes the parameters that ``load_state_dict()`` loads; a class, so that modules can be pickled."""
 
     def __init__(self) -> None:
-        self.identities: set[int] = set()  # of these parameters, since it was cleared
+        self.identities: set[int] = set()  # of the parameters loaded since it was cleared
 
     def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):

@@ -22,20 +22,20 @@ _STATE = "power_sgd"
 
 @dataclass(frozen=True)
 class PowerSGD(SelectiveCompressor):
-    """Sends two thin matrices P and Q for each gradient matrix M, of which M is about P Q. Use it with error feedback.
+    """Sends two thin matrices P and Q for each gradient matrix M, so that M is about P Q. Use it with error feedback.
 
-    Both are linear in M once the other is known, so that they are added up by all-reduce. P is made orthonormal in
-    between; where nobody has a gradient, or it has a lower rank than P, the rest of P is zero.
+    Each of them is linear in M if the other one is given, so they are summed by all-reduce. P is made orthonormal in
+    between. If no rank has a gradient, or its rank is below that of P, the rest of P is zero.
 
     T. Vogels, S. P. Karimireddy and M. Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization, NeurIPS 2019 (https://arxiv.org/abs/1905.13727).
 
     Attributes:
-        rank: Of the approximation. More is more precise, and takes as many times more bytes and arithmetic.
-        warm_start: Begin with the Q of the last step, which the state holds, instead of at random: one step of the
-            iteration then is enough for gradients that change slowly.
-        min_compression: A matrix is compressed if it has so many times the elements of P and Q together; vectors and
-            other matrices are sent uncompressed.
+        rank: The rank of the approximation. Precision, bytes and arithmetic grow with it.
+        warm_start: Begin with the Q of the last step, kept in the state, instead of a random one. Then one step of the
+            power iteration is enough for gradients that change slowly.
+        min_compression: A matrix is compressed if it has at least this many times the elements of P and Q together.
+            Vectors and other matrices are sent uncompressed.
     """
 
     rank: int = 4
@@ -53,7 +53,7 @@ class PowerSGD(SelectiveCompressor):
         return min(self.rank, rows, columns) * (rows + columns) * self.min_compression <= segment.numel
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """Average matrices. The factors are kept as rows, which the products below go through in order of memory."""
+        """Average matrices. The factors are stored transposed, so that the products read them in order of memory."""
         segments = gradients.segments
         matrices = _matrices(gradients.given, segments)
         right = [self._start(segment, gradients) for segment in segments]
@@ -75,7 +75,7 @@ class PowerSGD(SelectiveCompressor):
                 segment.state[_STATE] = q
 
     def _start(self, segment: Segment, gradients: FlatGradients) -> Tensor:
-        """The Q to begin with, ``(rank, columns)``: that of the last step, or random numbers."""
+        """The initial Q, ``(rank, columns)``: that of the last step, or a random one."""
         columns = segment.numel // segment.rows
         shape = (min(self.rank, segment.rows, columns), columns)
         known: Tensor | None = segment.state.get(_STATE) if self.warm_start else None
@@ -96,7 +96,7 @@ def _rows_of(shapes: Sequence[tuple[int, ...]], like: Tensor) -> tuple[Tensor, l
 
 
 def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Make the rows of each factor orthonormal; factors of one rank at once."""
+    """Make the rows of each factor orthonormal; factors of one rank are done in one batch."""
     results: list[Tensor] = list(factors)
     by_rank = sorted(range(len(factors)), key=lambda k: len(factors[k]))
     for _, group in groupby(by_rank, key=lambda k: len(factors[k])):
@@ -107,9 +107,9 @@ def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int) -> list[Tensor]:
-    """The matrices that the next step begins with: orthonormal rows, so that small directions stay apart.
+    """The initial matrices of the next step, with orthonormal rows, so that small directions stay distinct.
 
-    Random rows take the place of those that a gradient of lower rank lacks, since zeros would stay zeros.
+    Missing rows, for a gradient of lower rank, are random: rows of zeros would stay zero.
     """
     starts = _orthonormal(right)
     lacking = torch.stack([(q != 0).any(1).all() for q in starts]).logical_not_().nonzero().view(-1)
@@ -120,22 +120,22 @@ def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int
 
 
 def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -> Tensor:
-    # On the CPU, so that ranks with unlike devices have the same numbers.
+    # On the CPU, so that ranks with different devices draw the same numbers.
     generator = torch.Generator().manual_seed(seed + zlib.crc32(segment.name.encode()))
     numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
     return numbers
 
 
-# Of the largest eigenvalue. What lies below is rounding of float32 inputs: a singular value of 1e-5 of the largest.
+# Fraction of the largest eigenvalue. Smaller ones are rounding errors of float32: 1e-5 of the largest singular value.
 _NEGLIGIBLE = 1e-10
 
 
 def orthonormal(bases: Sequence[Tensor]) -> list[Tensor]:
     """An orthonormal basis of the rows of each of ``bases``: ``(r, n)`` each, with one r and any n.
 
-    The Gram matrices are all of one size, whatever the vectors' length, so one batched eigendecomposition does; no
-    division by zero, as Gram-Schmidt has where a row depends on others. Rows that the rank of a basis lacks are zeros;
-    all are NaN where it is not finite.
+    The Gram matrices have one size for any length of the vectors, so one batched eigendecomposition is enough. Unlike
+    Gram-Schmidt it does not divide by zero for dependent rows. If the rank of a basis is below r, its other rows are
+    zero. If it is not finite, all are NaN.
     """
     wide = [basis.double() for basis in bases]
     gram = torch.stack([rows @ rows.mT for rows in wide])

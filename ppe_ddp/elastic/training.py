@@ -1,16 +1,17 @@
-"""The step that all who live commit, or none; after a death it is taken again from the gradients that are there.
+"""A step that either all live ranks commit, or none. After a death it is averaged again from the local gradients.
 
-    backward ──► averages are there ──► ══► has everyone? ──► .grad, and the step counts
-                   │ a rank is gone          │ a rank is gone
-                   ▼                         ▼
-                 meet: "not ready"         meet: "ready"
-                   └────────┬────────────────┘
-            all who live are ready, or one has committed?  yes: commit with the averages that are there
-                                                           no: .grad is put back; connect; finish_grad_sync()
+    backward ──► averages have arrived ──► ══► on every rank? ──► write .grad, and count the step
+                   │ a rank is gone              │ a rank is gone
+                   ▼                             ▼
+                 meet: "not ready"             meet: "ready"
+                   └────────┬────────────────────┘
+            all live ranks ready, or one has committed?  yes: commit with the averages
+                                                         no: put .grad back; connect; finish_grad_sync()
 
-Why that is safe: who commits has heard that everyone is ready, so that everyone else still has the averages. They are
-written to ``.grad`` after that, and nobody who was ready goes back before it has met the others. So among those who
-live either one has committed, then all others are ready and commit, too; or none has, and they decide together.
+Why this is safe: a rank commits only when it has heard that every rank is ready, so that every other rank has the
+averages. It writes them to ``.grad`` only then. A rank that was ready does not go back before it has met the others. So
+there are two cases. Either some live rank has committed; then all others are ready and commit as well. Or none has, and
+they decide together in the meeting.
 """
 
 from __future__ import annotations
@@ -52,42 +53,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
-_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.02, 0.2  # between looks for the dead of this node, and of others
-_LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # of a tensor that is sent by itself, and of what is sent at once
+_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.02, 0.2  # between looks for dead ranks of this node, and of other nodes
+_LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # the least size of a tensor that is sent by itself, and of its pieces
 _VOID = "ppe_ddp/void"
-"""The key in the store of a quorum by which a member tells that it has gone on to another."""
+"""The key in the store of a quorum by which a member tells that it has given the quorum up."""
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether ``error`` may come of a rank that is gone, here or on the rank that has reported it."""
+    """Whether ``error`` may be the consequence of a dead rank, on this rank or on the rank that has reported it."""
     if isinstance(error, PeerAbortedError):
         return error.reason.startswith(CommunicationError.__name__)
     return isinstance(error, CommunicationError | dist.DistError)
 
 
 def steps_after(words: Sequence[Mapping[str, Any]]) -> int:
-    """How many steps are committed after a meeting, on all who have met."""
+    """The number of committed steps after a meeting, the same on all members."""
     trained = [one for one in words if one["committed"] >= 0]
     most = max((int(one["committed"]) for one in trained), default=0)
     return most + bool(trained and all(one["ready"] for one in trained))
 
 
 class _QuorumStore(Store):
-    """The store of one quorum. While the members connect, its waits end when one is gone or has left the quorum.
+    """The store of one quorum. While the members connect, its waits end if one is gone or has given the quorum up.
 
-    gloo waits in it, too, and calls it by these names; then it waits for those that are to connect to it, without the
-    store, until :meth:`end_waits` finds that one is gone.
+    gloo calls these methods, too, and waits in them. After that gloo waits for other ranks to connect to it, without
+    the store; a thread calls :meth:`end_waits`, which ends that wait if a member is gone.
     """
 
     def __init__(self, store: Any, look: Callable[[], None], seconds: float) -> None:
         super().__init__()
         self._store, self._look, self._seconds = store, look, seconds
-        self._awaits: list[bytes] = []  # what gloo has written: where it can be reached
+        self._awaits: list[bytes] = []  # the addresses that gloo has written, where it awaits connections
         self.is_connecting = True
 
     @contextmanager
     def connecting(self) -> Generator[None, None, None]:
-        """While the members connect in here, a thread looks whether one is gone."""
+        """A context in which the members connect, while a thread looks for dead members."""
         looks = Repeated(self.end_waits, _LOOK_SECONDS)
         try:
             yield
@@ -96,7 +97,7 @@ class _QuorumStore(Store):
             looks.end()
 
     def end_waits(self) -> None:
-        """End what gloo waits for in other threads, if a member is gone."""
+        """End gloo's waits for connections, in other threads, if a member is gone."""
         try:
             self._look()
         except RuntimeError:
@@ -140,10 +141,10 @@ class _QuorumStore(Store):
 
 
 class ElasticTraining:
-    """Training whose ranks may die, and be joined by others, at any moment.
+    """Training in which ranks may die, and others may join, at any moment.
 
-    The module must be wrapped after ``membership`` was made, for the default group, and before this is made, where the
-    processes meet: who joins gets the state of the others::
+    First make ``membership``, then wrap the module for the default group, then make this object. Its constructor waits
+    until the processes meet; a process that joins gets the state of the others::
 
         membership = StoreMembership("tcp://head:29400", size=4)        # not init_process_group()
         model = ppe_ddp.DistributedDataParallel(net)
@@ -154,21 +155,22 @@ class ElasticTraining:
                 loss_of(model(data[rows])).backward()
             optimizer.step()
 
-    A step in which a rank dies is either complete on all that are left, with that rank's share, or is averaged again
-    over them, from the gradients that they have: no forward or backward is repeated. Between two steps the default
-    group is another one after each change: what was made of the old one (groups, samplers) has to be made anew.
+    A step in which a rank dies has one of two results. Either it is complete on all remaining ranks, with the dead
+    rank's gradients. Or the remaining ranks average their own gradients again; no forward or backward is repeated.
+    Each change of members makes a new default group, between two steps. Objects that depend on the old one (groups,
+    samplers) have to be made anew.
 
     Args:
-        membership: Finds out who is alive.
-        parts: By name, what a process that joins is given: one wrapper at least; optimizers, schedulers, and whatever
-            else has ``state_dict()`` and ``load_state_dict()``, of tensors and plain values. Beside them it gets the
-            states of the random number generators, and what a compressor remembers, but for residuals.
-        backend: Of the default group.
-        timeout: Of its collectives, in seconds; a rank that is stopped is noticed then.
+        membership: Finds out which processes are alive.
+        parts: By name, the objects whose state a joining process gets: exactly one wrapper; optimizers, schedulers, and
+            other objects with ``state_dict()`` and ``load_state_dict()``, of tensors and plain values. The process also
+            gets the states of the random number generators, and a compressor's state without its residuals.
+        backend: The backend of the default group.
+        timeout: The timeout of its collectives in seconds, after which a stopped rank is noticed.
 
     Attributes:
-        committed: How many synchronized backwards all ranks have committed.
-        names: Of the ranks that take part now, by rank.
+        committed: The number of synchronized backwards that all ranks have committed.
+        names: The names of the current ranks, by rank.
 
     Raises:
         TypeError: A part is a ``DistributedOptimizer``: its shards would be lost with the rank that has them.
@@ -206,23 +208,23 @@ class ElasticTraining:
         self._backend, self._timeout = backend, timeout
         self.committed = -1
         self.names: list[str] = []
-        self._number = ""  # of the quorum that is connected
-        self._quorum: Quorum | None = None  # that is still to be connected
+        self._number = ""  # of the connected quorum
+        self._quorum: Quorum | None = None  # a quorum that is not connected yet
         self._address = own_address()
         self._is_asked = False
         self._position, self._batch_size = 0, 0
-        self._slots: dict[str, int] = {}  # by name, which part of this step's rows each rank takes
+        self._slots: dict[str, int] = {}  # by name, the number of the batch that each rank takes in this step
         self._begin()
 
     # ------------------------------------------------------------------ the step
 
     @contextmanager
     def step(self) -> Generator[None, None, None]:
-        """A block that ends with a synchronized backward; when it is over, the step is committed on all ranks.
+        """A context for one step, which has to end with a synchronized backward; commits the step on all ranks.
 
         Raises:
-            PeerAbortedError: Another rank, which is alive, has raised an error in its backward: as without.
-            UnusableError: The others have gone on without this process.
+            PeerAbortedError: Another live rank has raised an error in its backward, as without elastic training.
+            UnusableError: The other processes have gone on without this one.
         """
         if self._is_asked or self._quorum is not None:
             self._begin()
@@ -235,7 +237,7 @@ class ElasticTraining:
             self._again()
 
     def _begin(self) -> None:
-        """Meet between two steps, where that is not done yet, and connect."""
+        """Meet between two steps, unless a quorum is there already, and connect."""
         is_whole, self._is_asked = self._is_asked, False
         while True:
             if self._quorum is None:
@@ -250,7 +252,7 @@ class ElasticTraining:
                 self._void(error)
 
     def _again(self) -> None:
-        """Average the gradients that are in ``.grad`` over those that are left."""
+        """Average the gradients in ``.grad`` over the remaining ranks."""
         while True:
             self._begin()
             try:
@@ -261,19 +263,19 @@ class ElasticTraining:
                     raise
 
     def _void(self, error: Exception) -> None:
-        """Give up the quorum that could not connect, for all its members."""
+        """Give up a quorum that could not connect, for all its members."""
         quorum, self._quorum = self._quorum, None
         logger.info("%s: %s", self._membership.name, error)
         if quorum is not None:
             with suppress(RuntimeError):  # its store may be gone
                 quorum.store.set(_VOID, "")
-        self._disconnect()  # some may be connected already, and wait for this rank
+        self._disconnect()  # members that have connected already wait for this rank
 
     def _meet(self, *, is_ready: bool, is_whole: bool = False) -> bool:
-        """Meet those who live; whether the step is committed on this rank now.
+        """Meet the live processes; returns whether this rank has to commit the step.
 
-        It ``is_ready`` with the averages of the step; if it ``is_whole``, nothing has failed, and the ranks go on as
-        they are.
+        ``is_ready`` says that this rank has the averages of the step. ``is_whole`` says that nothing has failed, so
+        that the ranks keep their connections if no member has changed.
         """
         word = {**self._word, "ready": is_ready, "number": self._number if is_whole else ""}
         try:
@@ -297,7 +299,7 @@ class ElasticTraining:
         return {"committed": self.committed, "ready": False, "number": "", "process": process}
 
     def _commit(self) -> Steps:
-        """Called in each synchronization when the averages are there, before anything is written to ``.grad``."""
+        """Commit a step, as steps; called in each synchronization when the averages have arrived, before ``.grad``."""
         reducer = self._reducer
         groups = reducer.groups
         word = torch.tensor([self._membership.is_asked()], dtype=torch.uint8)
@@ -319,7 +321,7 @@ class ElasticTraining:
     # ------------------------------------------------------------------ moving to the next quorum
 
     def _move(self) -> None:
-        """Connect the members of the quorum, and give those that join the state of the others."""
+        """Connect the members of the quorum, and give joining ones the state of the others."""
         quorum = self._quorum
         assert quorum is not None
         if len(quorum.names) == len(self.names) and all(one["number"] == self._number for one in quorum.words):
@@ -333,7 +335,7 @@ class ElasticTraining:
         self.committed = steps_after(quorum.words)
 
     def _connect(self, quorum: Quorum, store: _QuorumStore) -> Sequence[Any]:
-        """Make the default group anew; where each of its ranks is in the data."""
+        """Make a new default group; returns the place in the data of each of its ranks."""
         size = len(quorum.names)
         word = [self._position, self._slots]
         outcome = Meeting(WrittenKeys(store), "ppe_ddp/connects", quorum.rank, size).words(
@@ -342,7 +344,7 @@ class ElasticTraining:
         if not outcome.words:
             raise CommunicationError(f"rank {outcome.refusal[0]} has not come to connect")
         self._disconnect()
-        self._store = store  # C++ does not keep a store of Python's alive
+        self._store = store  # C++ does not keep a store written in Python alive
         limit = timedelta(seconds=self._timeout)
         dist.init_process_group(self._backend, store=store, rank=quorum.rank, world_size=size, timeout=limit)
         self._reducer = self._model._move(steps_after(quorum.words))
@@ -371,15 +373,15 @@ class ElasticTraining:
         assert reducer is not None
         if reducer.groups.is_duplicate and not reducer.groups.is_closed:
             reducer.groups.close()
-        if dist.is_initialized():  # not where connecting has failed
+        if dist.is_initialized():  # false if connecting has failed
             dist.destroy_process_group()
         count_groups_anew()
 
     def _share_state(self, quorum: Quorum) -> None:
-        """Bring those that join the state of the others; every rank calls this.
+        """Send the state to the joining ranks; every rank calls this.
 
-        Large tensors are sent from their own memory in pieces: no rank pickles them, and those that have the state
-        already need memory for one piece.
+        Large tensors are sent from their own memory in pieces. So no rank pickles them, and a rank that has the state
+        already needs memory for one piece only.
         """
         committed = [one["committed"] for one in quorum.words]
         source = committed.index(max(committed))
@@ -420,7 +422,7 @@ class ElasticTraining:
             set_random_states(state["random"])
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        """Where it is seen that a rank is gone, as it is not in the default group."""
+        """Broadcast in the wrapper's group, in which dead ranks are noticed, unlike in the default group."""
         groups = self._reducer.groups
         work = dist.broadcast(tensor, source, group=groups.control, async_op=True)
         groups.failures.wait(work, tensor.device)
@@ -428,18 +430,18 @@ class ElasticTraining:
     # ------------------------------------------------------------------ data
 
     def batches(self, length: int, batch_size: int, steps: int, *, seed: int = 0) -> Iterator[list[int]]:
-        """The rows of a data set that this rank takes in each step, until ``steps`` steps are committed.
+        """Yield the rows of a data set that this rank takes in each step, until ``steps`` steps are committed.
 
-        All ranks together go through one shuffled list of the rows, and through another one when it is at its end. Each
-        takes ``batch_size`` rows of it in each step; where the ranks change, what is left is divided by the new number.
-        So each row is taken by one rank, and none is left out. What a rank has in hand when it dies is lost, if the
-        step is taken again without it; rank 0 logs these rows' places.
+        All ranks together go through one shuffled list of all rows, then through another one. Each rank takes
+        ``batch_size`` rows of it in each step. When the number of ranks changes, they divide the remaining rows by the
+        new number. So each row is taken by one rank, and none is left out. One exception: if a rank dies and the step
+        is averaged again without it, its rows of that step are lost; rank 0 logs their places.
 
         Args:
-            length: Of the data set.
-            batch_size: Of one rank.
-            steps: When to end.
-            seed: Of the order.
+            length: The number of rows of the data set.
+            batch_size: The rows of one rank in one step.
+            steps: The number of committed steps at which it ends.
+            seed: The seed of the shuffling.
         """
         self._batch_size = batch_size
         while self.committed < steps:
@@ -450,11 +452,11 @@ class ElasticTraining:
         self.end()
 
     def end(self) -> None:
-        """Take part no longer, when the training is over; on all ranks. :meth:`batches` calls it at its end."""
+        """Leave when the training is over; all ranks call this. :meth:`batches` calls it at its end."""
         self._membership.leave(self._word)
 
     def _divide(self, quorum: Quorum, words: Sequence[Any]) -> None:
-        """Let those that join take rows that nobody has taken; say whose are lost."""
+        """Give joining ranks the next rows that nobody has taken; log the rows that are lost."""
         self._position = max(position for position, _ in words)
         self._slots = {name: slot for _, slots in words for name, slot in slots.items()}
         gone = {name: slot * self._batch_size + self._position for name, slot in self._slots.items()}
@@ -474,11 +476,11 @@ class ElasticTraining:
 
 
 def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of nested dictionaries, lists and tuples with other tensors, which ``change`` gives, in their order."""
+    """Copy nested dictionaries, lists and tuples, with ``change(tensor)`` in place of each tensor, in order."""
     if isinstance(state, Tensor):
         return change(state)
     if isinstance(state, dict):
-        copied = copy.copy(state)  # with the attributes that a module's state has
+        copied = copy.copy(state)  # keeps attributes, such as a module's _metadata
         for key, value in state.items():
             copied[key] = _each_tensor(value, change)
         return copied
@@ -488,7 +490,7 @@ def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
-    """Move a tensor that is large to this list; one without memory stays in its place."""
+    """Append a large tensor to ``large``, and return a meta tensor in its place; return any other tensor itself."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.nbytes < _LARGE_NBYTES or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor

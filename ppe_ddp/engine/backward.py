@@ -1,4 +1,4 @@
-"""One synchronized backward, from its first hook to the averages, and what a synchronizer does for it."""
+"""The state of one synchronized backward, and the interface of the synchronizers that communicate for it."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ _BEFORE: dict[Phase, tuple[Phase, ...]] = {
     # Results may be waited for later (ppe_ddp.megatron), and fail when the backward is over.
     Phase.FAILED: (Phase.BEGUN, Phase.NEGOTIATING, Phase.LAUNCHING, Phase.FINISHING, Phase.OVER),
 }
-"""From where each phase may be entered."""
+"""The phases from which each phase may be entered."""
 
 
 class Backward:
-    """The state of one synchronized backward. The reducer writes it; a synchronizer tells it what has happened."""
+    """The state of one synchronized backward. The reducer writes it; the synchronizer reports events by its methods."""
 
     def __init__(
         self,
@@ -84,46 +84,47 @@ class Backward:
         expected: Sequence[int] | None = None,
     ) -> None:
         self.phase = Phase.BEGUN
-        self.silent = silent  # this rank contributes and takes nothing: it only makes the calls that others wait for
-        self.aborted = False  # whether that is because its own backward raised; the vote tells the other ranks
-        self.is_manual = is_manual  # whether a call has begun it, and not autograd
-        self.is_empty = is_empty  # whether it reaches no parameter, as far as autograd tells
-        self.turn = turn  # when it may launch, among wrappers that share parameters; None if there are none
+        # This rank contributes and takes nothing: it only issues the collectives that the other ranks wait for.
+        self.silent = silent
+        self.aborted = False  # this rank is silent because its own backward raised; the vote tells the other ranks
+        self.is_manual = is_manual  # begun by a call, not by autograd
+        self.is_empty = is_empty  # autograd has named no parameter that this backward reaches
+        self.turn = turn  # orders the wrappers that share parameters; None if this wrapper shares none
         self.recorder = Recorder(names)
-        # Launches the buckets of the current round; None before the plan is known, and when all is over.
+        # Launches the buckets of the current round; None before the plan is known, and after the end.
         self.schedule: LaunchSchedule[Any] | None = None
-        self.rounds: list[LaunchSchedule[Any]] = []  # that of the plan, and of a second round
-        # One byte a parameter: how much its bucket still waits for, which is its gradient where that is ``expected``
-        # here and has not arrived. None while the mask is not made before backward is over.
+        self.rounds: list[LaunchSchedule[Any]] = []  # the schedule of the plan, then that of the second round
+        # One byte a parameter: the number of arrivals that its bucket still waits for. It begins as 1 for each
+        # ``expected`` gradient. None if the mask is sent only after backward.
         self.waiting: bytearray | None = bytearray(len(names)) if is_manual else None
         if expected is not None:
             self.waiting = waiting = bytearray(b"\1" if len(expected) == len(names) else b"\0") * len(names)
             if len(expected) < len(names):
                 for i in expected:
                     waiting[i] = 1
-        self.unexpected: list[int] = []  # parameters whose gradient arrived without being expected, or once more
+        self.unexpected: list[int] = []  # parameters whose gradient arrived unexpectedly, or a second time
         self.arrivals: list[int] = []  # parameters in the order in which their gradients arrived
         self.dropped = 0  # how many forwards of this rank had no backward so far (``grad_hooks.py``)
         self.alive = alive  # returns None once the graph task is gone
-        self.met: Exception | None = None  # an error, to be raised when this backward is over
+        self.met: Exception | None = None  # an error to raise at the end of this backward
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
-        # The synchronizer tells these.
+        # Set by the synchronizer, through the methods below:
         self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group
-        self.agreement: Agreement | None = None  # what came of the exchange
-        self.weight: float | None = None  # what gradients are multiplied by before averaging; None: no rank weighs
+        self.agreement: Agreement | None = None  # the result of the mask exchange
+        self.weight: float | None = None  # factor of this rank's gradients before averaging; None: no rank weighs
         # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         self.late: dict[int, Tensor] = {}
-        self.lacking: set[int] = set()  # parameters whose gradient was announced here, and is not there
-        self.is_writer: Sequence[bool] = ()  # whether this rank has written buffers of each submodule that has any
-        self.buffers: dict[str, Tensor] = {}  # by name, as all ranks agree on them; empty if they are not broadcast
+        self.lacking: set[int] = set()  # parameters whose gradient this rank announced and does not have
+        self.is_writer: Sequence[bool] = ()  # by submodule with buffers: whether this rank has written any of them
+        self.buffers: dict[str, Tensor] = {}  # by name, those that the ranks agree on; empty if none are broadcast
 
     @property
     def has_run_out(self) -> bool:
-        """Whether this rank has no inputs left, and takes part only where others announce a synchronization."""
+        """Whether this rank has no inputs left (``join()``) and takes part only when other ranks synchronize."""
         return self.silent and not self.aborted
 
     def abort(self) -> None:
-        """This rank's backward has raised: it contributes and takes nothing from here on."""
+        """Note that this rank's backward has raised: it contributes and takes nothing from here on."""
         self.silent = self.aborted = True
 
     def enter(self, phase: Phase) -> None:
@@ -132,7 +133,7 @@ class Backward:
         self.phase = phase
 
     def expect_more(self, indices: Sequence[int], count: int) -> None:
-        """Expect so many more gradients of these parameters, if the mask is made while backward runs."""
+        """Expect ``count`` more gradients of each of these parameters, if buckets are launched while backward runs."""
         if self.waiting is not None:
             for i in indices:
                 self.waiting[i] += count
@@ -140,7 +141,7 @@ class Backward:
     def negotiate(
         self, exchanges: Sequence[MaskExchange], buffers: dict[str, Tensor], is_writer: Sequence[bool]
     ) -> None:
-        """The mask was sent; it speaks of these ``buffers`` of the module, too."""
+        """Note that the mask was sent, which also tells the writers of the module's ``buffers``."""
         self.enter(Phase.NEGOTIATING)
         self.exchanges, self.buffers, self.is_writer = exchanges, buffers, is_writer
         self.recorder.asked_at = perf_counter_ns()
@@ -151,14 +152,14 @@ class Backward:
         return all(map(_IS_DONE, self.exchanges))
 
     def restart(self) -> None:
-        """The mask that was sent is void; it is negotiated again when backward is over."""
+        """Discard the mask that was sent; the ranks negotiate again when backward is over."""
         self.enter(Phase.BEGUN)
         self.exchanges, self.waiting = (), None
 
     def add_round(
         self, schedule: LaunchSchedule[Any], agreement: Agreement | None = None, weight: float | None = None
     ) -> None:
-        """Make ``schedule`` the current one: that of the plan, which was agreed on now, or of a second round."""
+        """Make ``schedule`` the current one: first that of the agreed plan, later that of a second round."""
         if self.schedule is None:
             self.enter(Phase.LAUNCHING)
             self.agreement, self.weight = agreement, weight
@@ -167,28 +168,28 @@ class Backward:
         self.recorder.rounds.append(schedule.record)
 
     def add_late(self, gradients: Mapping[int, Tensor]) -> None:
-        """These arrived after their bucket was launched: they wait for the second round."""
+        """Keep gradients that arrived after their bucket was launched, for the second round."""
         self.late.update(gradients)
 
     def lack(self, indices: Iterable[int]) -> None:
-        """There are no gradients of these: the function that would give one that was announced has given None."""
+        """Note the announced gradients that did not come, because an autograd function returned None for them."""
         self.lacking.update(i for i in indices if self.recorder.local[i])
 
     def take_late(self, index: int) -> Tensor | None:
-        """Hand over the late gradient of a parameter to the bucket that sends it."""
+        """Hand the late gradient of a parameter over to its bucket of the second round."""
         return self.late.pop(index, None)
 
     def take_buffers(self) -> dict[str, Tensor]:
-        """Hand over the buffers, as a broadcast looks at who refers to them."""
+        """Hand the buffers over and keep no reference: the broadcast counts references to a buffer."""
         buffers, self.buffers = self.buffers, {}
         return buffers
 
     def release(self) -> None:
-        """Let go of the schedules, which hold the backward that holds them, and of gradients that were put back."""
+        """Drop the schedules (a reference cycle with this object), and the gradients that were put back."""
         self.schedule, self.rounds, self.late = None, [], {}
 
     def end(self, averaged: bytes = b"") -> None:
-        """The synchronization is complete."""
+        """Note that the synchronization is complete."""
         self.enter(Phase.OVER)
         self.schedule, self.rounds, self.averaged = None, [], averaged
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
@@ -196,7 +197,7 @@ class Backward:
             EventLog.current.backwards.append(self.recorder)
 
     def fail(self) -> str:
-        """The communication has failed; returns the name of the phase in which it failed, for messages."""
+        """Note that the communication has failed; returns the name of the phase in which it failed, for messages."""
         phase = Phase.FINISHING if self.phase is Phase.OVER else self.phase
         self.enter(Phase.FAILED)
         self.exchanges = ()
@@ -206,7 +207,8 @@ class Backward:
 class EndOfBackward:
     """The callback that autograd calls at the end of a backward; it calls ``then`` with the backward that has ended.
 
-    Autograd drops it with its graph task, also where the backward raises: a weak reference that is dead shows that.
+    Autograd holds it as long as the graph task, also if the backward raises. So a dead weak reference to it shows that
+    the graph task is gone.
     """
 
     __slots__ = ("__weakref__", "_then", "backward")
@@ -234,101 +236,105 @@ class Synchronizer(ABC):
     empties_grad = False
     """Whether gradients are taken out of ``.grad`` as they arrive, so that no other wrapper finds them."""
     is_split = False
-    """Whether the model is split over other ranks, so that its layers communicate in backward. An error of another rank
-    then waits for the end of backward: a rank that left it would keep those waiting."""
+    """Whether the model is split over further ranks, and its layers communicate with them in backward. An error of
+    another rank is then raised only at the end of backward: leaving it earlier would block those ranks."""
     tells_later = False
-    """Whether ``finish_grad_sync()`` raises what has failed in a backward."""
+    """Whether an error in a backward is raised by ``finish_grad_sync()``."""
     drift: DriftCheck | None = None
-    """Compares the ranks' parameters."""
+    """Compares the parameters of the ranks."""
     commits: Callable[[], Steps] | None = None
-    """Ends when all ranks have this step's averages, which are handed over then; else raises (``ppe_ddp.elastic``)."""
+    """Steps that end when all ranks have this step's averages, and raise if a rank has failed (``ppe_ddp.elastic``).
+    Averages are handed over only after them."""
     sends_nothing = False
-    """Whether nothing is sent at all: one rank is alone, with the default reduce function."""
+    """Whether nothing is sent at all: the group has one rank and uses the default reduce function."""
     ranges = False
-    """Whether to mark what is done as ranges for torch's profiler."""
+    """Whether to mark ranges for torch's profiler."""
 
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
-        self.knows_of_failure = False  # whether this step has failed, so that all ranks know of it
-        self.weights = Weights(has_nonzero)  # how much the gradients stand for that were not synchronized yet
+        self.knows_of_failure = False  # this step has failed, and all ranks know of it
+        self.weights = Weights(has_nonzero)  # the weight (``weigh()``) of gradients that are not synchronized yet
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
     def must_renew(self) -> bool:
-        """Whether its connections were closed by a failure: :meth:`renewing` makes new ones, collectively."""
+        """Whether a failure has closed the connections, so that all ranks have to call :meth:`renewing`."""
         return any(map(_IS_CLOSED, self.groups))
 
     def _finish_gathers(self) -> None:
-        """Wait for the parameters of the step before that are in flight."""
+        """Wait for all parameter gathers of the previous step that are still in flight."""
         for groups in self.groups:
             for gather in list(groups.gathers):
                 gather.finish()
 
     @property
     def is_renewing(self) -> bool:
-        """Whether this rank has come to make new connections, and the others may not have."""
+        """Whether this rank waits for the other ranks to make new connections."""
         return any(groups.is_renewing for groups in self.groups)
 
     @property
     def hook_progress(self) -> HookProgress | None:
-        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        """The progress of a hook that communicates in groups of the user's; None if there is none."""
         return None
 
     @property
     def turns(self) -> frozenset[str]:
-        """Names what only one wrapper may do at a time (``completion.py``)."""
+        """The names of resources that only one wrapper may use at a time (``completion.py``)."""
         return frozenset()
 
     @property
     def unfinished(self) -> Backward | None:
-        """A backward that is over, while its averages are not there yet; None if there is none."""
+        """A backward that has ended and whose averages are still in flight; None if there is none."""
         return None
 
     @abstractmethod
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Synchronize these parameters from now on, whose gradients are accumulated on ``streams``; None on CPUs."""
+        """Synchronize the parameters of ``module_state`` from now on.
+
+        Their gradients are accumulated on ``streams``; None on CPUs.
+        """
 
     def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
-        """Called, where it :attr:`empties_grad`, when the gradients of these parameters were accumulated there.
+        """Take gradients that were accumulated in ``.grad``; called only if :attr:`empties_grad`.
 
-        In a synchronized backward only for those that were expected.
+        In a synchronized backward it is called for expected gradients only.
         """
 
     @abstractmethod
     def start_negotiation(self, backward: Backward) -> Collection[int]:
-        """Start to agree on which gradients exist, with connections that are open.
+        """Start the mask exchange, which finds out which gradients exist. The connections have to be open.
 
         Returns the parameters at whose arrival the reducer launches the buckets that are ready.
         """
 
     @abstractmethod
     def make_schedule(self, backward: Backward) -> LaunchSchedule[Any]:
-        """Wait for the agreed mask, and make the schedule that launches its buckets."""
+        """Wait for the agreed mask, and make the schedule that launches the buckets of its plan."""
 
     @abstractmethod
     def complete(self, backward: Backward) -> ResultSteps[bytes]:
-        """Launch the remaining buckets and complete them, as steps: no gradient will arrive any more.
+        """Launch the remaining buckets and wait for all, as steps; called after the last gradient has arrived.
 
         Returns one byte a parameter: whether its average is in ``.grad``.
         """
 
     def give_back(self, backward: Backward) -> None:  # noqa: B027  # those in buffers stay there
-        """This rank's backward has raised: put back what it had computed, without ending the communication."""
+        """Put this rank's gradients back after its backward has raised; the communication goes on."""
 
     @abstractmethod
     def put_back(self, backward: Backward) -> None:
-        """The communication has failed: wait for what is in flight, and put this rank's gradients back if possible."""
+        """Wait for what is in flight after a failure, and put this rank's gradients back if possible."""
 
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication of ``backward`` after ``error``, for all ranks.
 
         Returns:
-            The error to raise instead, where ``error`` is only the consequence of a failure on another rank.
+            The error to raise instead, if ``error`` is only the consequence of a failure on another rank.
         """
         self.knows_of_failure = True
         has_told, self.has_told = self.has_told, False
         if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
-            for groups in self.groups:  # an interrupt in a hook: the others are in this step, and not in the last
+            for groups in self.groups:  # an interrupt in a hook: the other ranks are in this step, not in the last
                 groups.skip_step(error)
         phase = backward.fail()
         instead: list[PpeDdpError | None] = []
@@ -336,20 +342,20 @@ class Synchronizer(ABC):
         def end(groups: Groups) -> None:
             instead.append(groups.fail(error, phase))
 
-        with ExitStack() as stack:  # the last comes first; all are called, also where an interrupt ends a wait
+        with ExitStack() as stack:  # called in reverse order; all are called, even if an interrupt ends a wait
             stack.callback(backward.release)
             stack.callback(self.put_back, backward)
             for groups in reversed(self.groups):
                 stack.callback(end, groups)
-            if isinstance(error, Exception):  # closing would cut off what this rank still receives of the step before
+            if isinstance(error, Exception):  # closing would end gathers of the previous step that still arrive here
                 stack.enter_context(suppress(PeerAbortedError, CommunicationError))
                 stack.callback(self._finish_gathers)
         return next((one for one in instead if one is not None), None)
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
-        """End the communication of ``backward``, which has raised here, for all ranks at once, and tell them why.
+        """End the communication of ``backward``, which has raised on this rank, and report ``reason`` to all ranks.
 
-        Returns False where the ranks could not make new connections afterwards, and must go on with these.
+        Returns False, and ends nothing, if the connections could not be made anew: the step has to go on in them.
         """
         others = [groups for groups in self.groups if groups.world_size > 1] or self.groups
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in others):
@@ -363,14 +369,15 @@ class Synchronizer(ABC):
         return True
 
     def begin_step(self) -> None:
-        """A step begins: one that has failed is over."""
+        """Begin a step; a failure of the previous one is over."""
         self.knows_of_failure = False
 
     def renewing(self) -> Steps:
-        """Make new connections where a failure has closed them; every rank must do this together.
+        """Make new connections in place of closed ones; every rank must do this together.
 
         Raises:
-            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+            PeerAbortedError: The backward of another rank has raised before that rank came here. The next step tries
+                again.
         """
         self.has_told = False
         try:
@@ -379,16 +386,16 @@ class Synchronizer(ABC):
             self.has_told = True
             self.knows_of_failure = isinstance(error, PeerAbortedError)
             for groups in self.groups:
-                if not groups.is_closed:  # renewed: it loses the step with the others
+                if not groups.is_closed:  # already renewed: this group loses the step as the other groups do
                     groups.step += 1
             raise
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:
-        """Negotiate again at the end of ``backward``, if ``error`` reports a failure in the step before.
+        """Postpone the negotiation to the end of ``backward``, if ``error`` reports a failure in the previous step.
 
-        The averages of that step were complete on this rank. The rank that failed takes part in this step, too, and
-        all ranks negotiate with new connections. Not before the end of backward, since what is left of it may have to
-        communicate by itself.
+        The averages of the previous step were complete on this rank. The rank that failed takes part in this step, and
+        all ranks negotiate with new connections. They wait for the end of backward because the rest of it may contain
+        collectives of its own.
 
         Returns:
             Whether ``error`` is such a report, and the negotiation was postponed.
@@ -397,13 +404,13 @@ class Synchronizer(ABC):
             return False
         if error.step is None or error.is_in_step or backward.has_run_out:
             return False
-        # Who postpones a step tells so in its other groups, without a phase.
+        # A rank that postpones a step reports that in its other groups, with an empty phase.
         step = error.step if error.phase else error.step - 1
         if any(step >= groups.step for groups in self.groups):
             return False
         for groups in self.groups:
             groups.fail(error, "")
-            groups.step -= 1  # it begins once more
+            groups.step -= 1  # the step begins again
         logger.warning("%s (Its averages of that step were complete here.)", error)
         backward.restart()
         return True

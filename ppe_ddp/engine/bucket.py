@@ -1,18 +1,18 @@
 """The buckets of a plan, kept as long as the plan, their states in one backward, and the schedule that launches them.
 
     hold        takes this rank's gradients; .grad is None meanwhile
-    launch      packs them into other memory, and starts the reduction of that, in order, when all have arrived
+    launch      packs them into a buffer and starts its reduction; in plan order, when all have arrived
     finish      waits for the result
     averages    after all buckets have succeeded: one average a member
     put_back    after a failure: gives this rank's gradients back, as they were
-    release     drops what belongs to one backward
+    release     drops the references that belong to one backward
 
 Names, parameters and layout are computed once. Buffers are borrowed for one backward only, because averages may be
 views of them: another backward may use the same plan while the averages of the first are alive.
 
-A gradient belongs to its bucket while that lasts, and ``.grad`` is None meanwhile: a gradient that arrives in the
-meantime (a repair) makes a ``.grad`` of its own instead of being added to a message that is under way. What this rank
-has computed stays as it is until all has succeeded, so that nothing is lost by a failure.
+From ``hold`` on a gradient belongs to its bucket, and ``.grad`` is None. A gradient that arrives after that makes a
+``.grad`` of its own instead of being added to a message in flight; the second round averages it. Nobody writes into
+this rank's gradients before all buckets have succeeded, so a failure loses nothing.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 
 
 _SHAPE = attrgetter("shape")
-_PLANS = 32  # whose buckets are kept
+_PLANS = 32  # that keep their buckets
 # From this mean size of a gradient on, dividing while copying costs less than one more pass over the bucket.
 _LARGE_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, eq=False)
 class BucketContext:
-    """The arguments that the buckets of all plans have in common."""
+    """The arguments that the buckets of all plans share."""
 
     specs: Sequence[ParameterSpec]  # of every parameter of the module
     parameters: Sequence[nn.Parameter]  # of the module
@@ -67,7 +67,7 @@ class BucketContext:
 class Bucket(ABC):
     """A bucket of gradients that are reduced together.
 
-    ``present`` has one byte a parameter: whether some rank has its gradient; None where that is so for all members.
+    ``present`` has one byte a parameter: whether some rank has its gradient. None stands for all members.
     """
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
@@ -77,24 +77,24 @@ class Bucket(ABC):
         self.parameters = [context.parameters[i] for i in members]
         self.names = tuple(spec.name for spec in self.specs)
         self.nbytes = plan.nbytes  # what this rank sends
-        # When the gradients of the last launch had been packed, by ``perf_counter_ns()``; 0 if nothing is.
+        # When the last launch had packed the gradients, by ``perf_counter_ns()``; 0 if nothing was packed.
         self.packed_at = 0
         # The members of which some rank has a gradient.
         self.expected = members if present is None else tuple(i for i in members if present[i])
-        # Whether those are all members, as in any plan but one of fixed buckets.
+        # Whether all members are expected. Only a fixed bucket may have others.
         self.is_exact = len(self.expected) == len(members)
         # This rank's gradients, one a member, or None; empty between backwards. Nobody writes into them before
         # :meth:`averages`.
         self.gradients: list[Tensor | None] = []
-        self.pending: Waitable | None = None  # the reduction that was started and not waited for
-        self.weight = 1.0  # what this rank's gradients are multiplied by before they are averaged
+        self.pending: Waitable | None = None  # the reduction in flight
+        self.weight = 1.0  # factor of this rank's gradients before they are averaged
         self._views = False
 
     def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float | None = None) -> None:
         """Take this rank's gradients, one for each of :attr:`expected` or None, to be reduced by :meth:`launch`.
 
-        Averages may be ``views`` of the memory that gradients are packed into; these are multiplied by ``weight``
-        before.
+        With ``views`` the averages may be views of the buffer. Gradients are multiplied by ``weight`` as they are
+        packed.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
@@ -104,13 +104,13 @@ class Bucket(ABC):
         self._views, self.weight = views, 1.0 if weight is None else weight
 
     def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
-        """The averages of the parameters in :attr:`expected`, out of one average a member."""
+        """Select the averages of the parameters in :attr:`expected` from one average a member."""
         expected = set(self.expected)
         return [average for i, average in zip(self.plan.members, averages, strict=True) if i in expected]
 
     @abstractmethod
     def launch(self, *, is_last: bool) -> None:
-        """Pack the gradients and start to reduce them; ``is_last`` of those that a function or hook gets."""
+        """Pack the gradients and start their reduction; ``is_last`` if the function or hook gets no later bucket."""
 
     @abstractmethod
     def finish(self) -> Steps:
@@ -118,28 +118,28 @@ class Bucket(ABC):
 
     @abstractmethod
     def averages(self) -> list[Tensor]:
-        """One average a member, each the tensor that ``.grad`` is set to: perhaps this rank's own gradient."""
+        """One average a member, to be set as ``.grad``; it may lie in this rank's own gradient tensor."""
 
     def done(self) -> bool:
-        """Whether no reduction of it is under way any more."""
+        """Whether no reduction is in flight."""
         is_done = probe(self.pending)
         return self.pending is None or (is_done is not None and bool(is_done()))
 
     def check(self) -> None:  # noqa: B027  # most cannot know
         """Raise the error of the reduction, if it is known to have failed."""
 
-    def wait(self) -> None:  # noqa: B027  # only a function of the user's needs it
+    def wait(self) -> None:  # noqa: B027  # only buckets of a function or hook need it
         """Wait for the pending reduction; :meth:`finish` takes its result."""
 
     def give_back(self) -> list[tuple[int, Tensor]]:
-        """This rank's gradients as they were, by parameter index; the reduction goes on for the other ranks."""
+        """Give this rank's gradients back as they were, by parameter index; the reduction goes on for other ranks."""
         pairs = zip(self.plan.members, self.gradients, strict=bool(self.gradients))
         kept = [(i, gradient) for i, gradient in pairs if gradient is not None]
         self.gradients = [None] * len(self.gradients)
         return kept
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the pending reduction: this rank's gradients as they were, by parameter index."""
+        """Abandon the reduction and give this rank's gradients back as they were, by parameter index."""
         kept = self.give_back()
         self.release()
         return kept
@@ -151,13 +151,13 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket, ABC):
-    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses decide where it lies."""
+    """Dense gradients in one flat tensor, reduced by a function or hook; subclasses provide its memory."""
 
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
         super().__init__(plan, context, present)
         self._reduction = context.reduction
         self._division = context.reduction.division(plan.device)
-        # What gradients are multiplied by as they are packed.
+        # Factor of the gradients as they are packed.
         self.factor = context.reduction.mean_factor if self._division is Division.DONE else 1.0
         self._sent: GradBucket | None = None
         self._flat: Tensor | None = None
@@ -165,7 +165,7 @@ class DenseBucket(Bucket, ABC):
 
     @abstractmethod
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        """The flat tensor, and views of it, one a member, that hold the gradients times :attr:`factor`."""
+        """Return the flat tensor and a view of it for each member, which hold the gradients times :attr:`factor`."""
 
     def launch(self, *, is_last: bool) -> None:
         """Pack the gradients and pass them to the function or hook."""
@@ -190,10 +190,10 @@ class DenseBucket(Bucket, ABC):
         self.pending = reduction.start(self._sent)
 
     def _tensors_for_user(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Aliases or copies of the tensors for a function of the user's, which may change their shapes."""
+        """Aliases of the tensors for the user's function, so that a change of shape there does not change ours."""
         if not self._reduction.may_resize:
             return [tensor.detach() for tensor in self._tensors], flat.detach()
-        copy = flat.clone()  # what grows here must not grow into the memory behind it
+        copy = flat.clone()  # a hook that resizes the flat tensor must not overwrite the memory behind it
         base = flat.storage_offset()
         views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
         return views, copy
@@ -208,7 +208,7 @@ class DenseBucket(Bucket, ABC):
             return
         if self.pending is not None:
             yield probe(self.pending)
-        flat, sent = self._flat, self._sent  # not before: a generator that nobody resumes would hold them
+        flat, sent = self._flat, self._sent  # read after the yield: an abandoned generator would keep them alive
         if sent is None:
             return
         assert flat is not None
@@ -233,18 +233,18 @@ class DenseBucket(Bucket, ABC):
             self._reduction.wait(self._sent, self.pending)
 
     def release(self) -> None:
-        """Drop what belongs to one backward; references to the slots of a buffer would mark it as in use."""
+        """Drop what belongs to one backward; a reference to a slot would mark the buffer as in use."""
         self.gradients = []
         self.pending = self._sent = self._flat = None
         self._tensors = []
 
     def _copy_to_gradients(self) -> list[Tensor]:
-        """Copy the averages into this rank's own gradient tensors, where these can hold them."""
+        """Copy each average into this rank's own gradient tensor, if that can hold it, else into a new tensor."""
         results: list[Tensor] = []
         moved_to, moved_from = [], []
         for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
             if gradient is None or not _can_hold(gradient, tensor):
-                results.append(tensor.clone())  # the buffer is used again
+                results.append(tensor.clone())  # the buffer will be reused
                 continue
             results.append(gradient)
             moved_to.append(gradient)
@@ -266,10 +266,10 @@ class PackedBucket(DenseBucket):
         self._is_fused = plan.nbytes >= _LARGE_BYTES * len(plan.members)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        """Copy the gradients into a buffer: another than the one in which they may lie since the last step."""
+        """Copy the gradients into a free buffer; a gradient may still be a view of the previous step's buffer."""
         gradients, factor = self.gradients, self.factor * self.weight
         if self._views and any(map(REQUIRES_GRAD, filter(EXISTS, gradients))):
-            self._views = False  # a gradient with a graph of its own (create_graph) keeps it
+            self._views = False  # a gradient with a graph of its own (create_graph) keeps its tensor
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_fused:
             fill(buffer.slots, gradients, factor)
@@ -281,12 +281,12 @@ class PackedBucket(DenseBucket):
         return buffer.flat, list(buffer.slots)  # these references mark the buffer as in use
 
     def averages(self) -> list[Tensor]:
-        """One average a member: the slots, or without views this rank's own gradient tensors."""
+        """One average a member: views of the buffer, or copies in this rank's own gradient tensors."""
         return self._tensors if self._views else self._copy_to_gradients()
 
 
 def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: float) -> None:
-    """Set each slot to ``factor`` times its gradient; to zero where there is none."""
+    """Set each slot to ``factor`` times its gradient, or to zero if there is none."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) == len(slots):
         filled = list(slots)
@@ -304,10 +304,10 @@ def fill(slots: Sequence[Tensor], gradients: Sequence[Tensor | None], factor: fl
 def concatenate(
     runs: Sequence[tuple[int, Tensor]], shapes: list[tuple[int, ...]], gradients: Sequence[Tensor | None]
 ) -> bool:
-    """Put gradients one behind another into ``runs``, if all exist in ``shapes``; whether that is so.
+    """Concatenate the gradients into ``runs`` and return True; do nothing and return False if their shapes differ.
 
-    A copy for each would take four times as long where they are small; but one of another shape (``.grad.data = ...``)
-    would move those behind it, without an error.
+    For small gradients this takes a quarter of the time of one copy each. It requires equal ``shapes``: a gradient of
+    another shape (``.grad.data = ...``) would silently move those behind it.
     """
     present: list[Tensor] = list(filter(EXISTS, gradients))
     if list(map(_SHAPE, present)) != shapes:
@@ -320,16 +320,16 @@ def concatenate(
 
 
 def _can_hold(gradient: Tensor, average: Tensor) -> bool:
-    """Whether ``average`` can be put where ``gradient`` is, which the user may have made (``.grad.data = …``)."""
+    """Whether ``average`` can be copied into ``gradient``, which the user may have replaced (``.grad.data = …``)."""
     same = gradient.dtype is average.dtype and gradient.device == average.device
     return same and (gradient.is_contiguous() or 0 not in gradient.stride())
 
 
 def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
-    """Whether the memory of ``gradient`` may be handed to the transport as it is.
+    """Whether the memory of ``gradient`` may be handed to the transport without a copy.
 
-    Autograd can hand out views of one memory as the gradients of two parameters, or go on computing with it;
-    so the storage must have no other user.
+    Autograd can use one storage for the gradients of two parameters, or go on computing with it. So the storage must
+    have no other user.
     """
     return (
         gradient.shape == spec.shape
@@ -344,7 +344,7 @@ def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
 
 
 class SparseBucket(Bucket):
-    """A sparse gradient. It communicates in :meth:`finish`, and not before: no function of the user's runs then.
+    """A sparse gradient. It communicates only in :meth:`finish`, when no function of the user's runs.
 
     The average is a coalesced sparse tensor over the rows that exist on any rank.
     """
@@ -370,7 +370,7 @@ class SparseBucket(Bucket):
         if groups.world_size == 1:
             self._take(self._of(indices, values))
             return
-        # On CPUs, so that no GPU is waited for.
+        # Over the control group, on CPUs, so that the host does not wait for a GPU.
         parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
         counts = [int(part) for part in parts]
         longest = max(counts)
@@ -396,7 +396,7 @@ class SparseBucket(Bucket):
         self._average = []
 
     def _of(self, indices: Tensor, values: Tensor) -> Tensor:
-        """A coalesced gradient; each rank's indices are those of a tensor that was checked, if any was."""
+        """Make a coalesced gradient. Its indices come from existing sparse tensors, so they are not checked again."""
         return torch.sparse_coo_tensor(indices, values, self._spec.shape, check_invariants=False).coalesce()
 
     def _local(self) -> Tensor:
@@ -439,10 +439,10 @@ def buckets_of_plans(
     pool: MemoryPool,
     scattered: Callable[[BucketPlan, BucketContext, bytes], Bucket] | None = None,
 ) -> Callable[[Plan], Sequence[Bucket]]:
-    """A function that makes the buckets of a plan, and gives the same objects while the plan is one of the latest.
+    """Return a function that makes the buckets of a plan, and caches them for the most recently used plans.
 
-    ``pool`` has memory for those that are packed. ``scattered`` makes a bucket of dense gradients that is
-    reduce-scattered; without it all are all-reduced.
+    ``pool`` lends memory to packed buckets. ``scattered`` makes reduce-scattered buckets of dense gradients; without it
+    they are all-reduced.
     """
 
     def made(plan: BucketPlan, present: bytes) -> Bucket:
@@ -459,13 +459,13 @@ B = TypeVar("B", bound=Bucket)
 
 
 class LaunchSchedule(Generic[B]):
-    """Launches each bucket of a plan when its gradients are there and the one before it has been launched.
+    """Launches each bucket of a plan when its gradients have arrived and the bucket before it has been launched.
 
     Args:
-        waiting: One byte a parameter: whether its gradient is expected here and has not arrived.
-        prepare: Called with a bucket right before it is launched: gives it this rank's gradients.
+        waiting: One byte a parameter: the number of its gradients that are expected here and have not arrived.
+        prepare: Called with a bucket right before its launch, to give it this rank's gradients.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
-        may_launch: Asks whether a bucket can be launched without waiting; None where it always can.
+        may_launch: Tells whether a bucket can be launched without waiting; None if it always can.
         repair: Whether this is a second round.
         ranges: Whether to mark launches for torch's profiler.
     """
@@ -484,7 +484,7 @@ class LaunchSchedule(Generic[B]):
     ) -> None:
         self.plan = plan
         self.buckets = buckets
-        self.record = RoundRecord(plan, repair)  # what happened when
+        self.record = RoundRecord(plan, repair)  # clock readings
         self._prepare = prepare
         self._one_at_a_time = one_at_a_time
         self._may_launch = may_launch
@@ -504,7 +504,7 @@ class LaunchSchedule(Generic[B]):
                 self.record.buckets[k].ready = perf_counter_ns()
 
     def launch_ready(self) -> None:
-        """Launch buckets in order, up to the first that still misses a gradient of this rank."""
+        """Launch buckets in order, up to the first that still waits for a gradient of this rank."""
         while self._gone < len(self.buckets) and self._missing[self._gone] <= 0:
             if self._one_at_a_time and not self.done():
                 break
@@ -514,7 +514,7 @@ class LaunchSchedule(Generic[B]):
                 self._launch()
 
     def launch_all(self) -> Steps:
-        """Launch the remaining buckets, as steps: no gradient will arrive any more."""
+        """Launch the remaining buckets, as steps; called after the last gradient has arrived."""
         while self._gone < len(self.buckets):
             previous = self._previous
             if self._one_at_a_time and previous is not None:
@@ -531,7 +531,8 @@ class LaunchSchedule(Generic[B]):
         self._gone += 1
         record.launch = perf_counter_ns()
         if self._previous is not None:
-            self._previous.check()  # the other ranks would take this bucket for one that was never sent
+            # If the previous bucket failed here and this one were sent, the other ranks would match it with that one.
+            self._previous.check()
         self._prepare(bucket)
         if not bucket.plan.sparse:
             self._previous = bucket
@@ -555,7 +556,7 @@ class LaunchSchedule(Generic[B]):
         return all(bucket.done() for bucket in self.buckets[: self._gone])
 
     def finish(self) -> Steps:
-        """Wait for the buckets in order, as steps. Sparse ones come last: they communicate only now."""
+        """Wait for the buckets in order, as steps. Sparse buckets come last, since they communicate only now."""
         for is_sparse in (False, True):
             for bucket, record in zip(self.buckets, self.record.buckets, strict=True):
                 if bucket.plan.sparse is not is_sparse:
@@ -565,7 +566,7 @@ class LaunchSchedule(Generic[B]):
 
     @property
     def held(self) -> set[int]:
-        """The parameters of which the launched buckets have gradients of this rank."""
+        """The parameters of which this rank has given gradients to launched buckets."""
         gone = self.buckets[: self._gone]
         pairs = (pair for bucket in gone for pair in zip(bucket.plan.members, bucket.gradients, strict=False))
         return {i for i, gradient in pairs if gradient is not None}
@@ -576,9 +577,9 @@ class LaunchSchedule(Generic[B]):
         factors: Mapping[int, float] | None = None,
         but: Collection[int] = (),
     ) -> None:
-        """Call ``take(parameter indices, averages)`` for each bucket, once nothing can fail any more.
+        """Call ``take(parameter indices, averages)`` for each bucket; called when all buckets have succeeded.
 
-        Averages are multiplied by ``factors`` before, by parameter index; those of ``but`` are left out.
+        Averages are first multiplied by ``factors``, by parameter index. The parameters in ``but`` are left out.
         """
         for bucket in self.buckets:
             averages, expected = bucket.averages(), bucket.expected
@@ -593,12 +594,12 @@ class LaunchSchedule(Generic[B]):
         self.release()
 
     def give_back(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's gradients as they were, by parameter index; the launched buckets go on."""
+        """Yield this rank's gradients as they were, by parameter index; the reductions go on."""
         for bucket in self.buckets[: self._gone]:
             yield from bucket.give_back()
 
     def put_back(self) -> Iterator[tuple[int, Tensor]]:
-        """Abandon the launched buckets; yields this rank's gradients as they were, by parameter index."""
+        """Abandon the launched buckets, and yield this rank's gradients as they were, by parameter index."""
         for bucket in self.buckets[: self._gone]:
             yield from bucket.put_back()
 

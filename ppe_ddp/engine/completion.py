@@ -1,29 +1,29 @@
-"""Completes synchronizations, several in one backward without a deadlock, and those that share parameters in turn.
+"""Completes synchronizations: several in one backward without a deadlock, and in turns if they share parameters.
 
-With two wrappers in one backward, one rank may come to the end with the buckets of the first in flight and those of
-the second still to be launched, and another rank the other way around. If each waited for one wrapper before it went
-on with the next, both would wait for ever. So whatever completes a synchronization is a generator: it yields before
-it waits, and the loop that drives it goes on meanwhile with the others.
+Two wrappers in one backward may come to its end in different states on different ranks: one rank has the buckets of the
+first wrapper in flight, another rank those of the second. If each rank waited for one wrapper before it launched the
+buckets of the other, both would wait for ever. So the completion of a synchronization is a generator. It yields before
+it waits, and the loop that drives it meanwhile advances the other wrappers.
 
-    one alone     run straight through: every wait is the transport's own
-    several       each goes on as soon as what it waits for is there; those that share parameters take turns
+    one wrapper        runs straight through; every wait is the transport's own
+    several wrappers   each advances as soon as its message has arrived; those that share parameters take turns
 
-A gradient lies in one place, its ``.grad``, and whatever is there is averaged. So wrappers that share parameters (one
-module wrapped twice, or one tensor inside two wrapped modules) average one after another, each what the one before has
-left: what is the same on all ranks is its own mean. That is right only if they go in the same order on every rank,
-whatever the order of their forwards was there. Hence their masks are sent when backward is over, and each says which
-others this rank ends together with it:
+A gradient lies in one place, its ``.grad``, and a synchronization averages whatever is there. So wrappers that share
+parameters (one module wrapped twice, or one tensor inside two wrapped modules) average one after another. Each averages
+what the one before has left; a gradient that is the same on all ranks stays as it is. The order must be the same on
+every rank, whatever the order of forwards was. Hence these wrappers send their masks after backward, and each mask says
+which wrappers this rank ends together:
 
-    gradient arrives    for the wrappers through whose outputs backward has come; where it has come through none, for
-                        those used since they synchronized; else for the one made last
-    backward is over    all masks are sent; one wrapper alone claims a gradient that several have
-    mask is there       wait for those before it, by name, that every rank ends together with it
-    turn has come       launch the buckets, hand over the averages, give the turn to the next
+    gradient arrives    It belongs to the wrappers whose outputs backward has passed. If it has passed none, it belongs
+                        to those used since they last synchronized, else to the wrapper made last.
+    end of backward     All masks are sent. Only one wrapper claims a gradient that several have.
+    mask arrives        The wrapper waits for those before it, in the order of names, that every rank ends with it.
+    its turn            It launches its buckets and hands over the averages. Then the next one begins.
 
-A rank that ends one of them by itself waits for that one alone, so the others let it go first.
+A rank that ends one of these wrappers by itself waits for that wrapper alone, so the other ranks let it go first.
 
-Wrappers whose hooks of torch's kind communicate in one group of the user's take turns in the same way, since what two
-hooks start there must come in one order on all ranks; and so do those whose functions of the user's block.
+Two further kinds of wrappers take turns in the same way. Hooks of torch's kind that communicate in one group of the
+user's must start their collectives in one order on all ranks. Functions that block must be called in one order, too.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A wrapper has the slot of its number, so that wrappers made one after another have different ones. Two of one slot
-# that this rank ends together, and another rank apart, are taken for apart.
+# The slot of a wrapper follows from its number, so wrappers made one after another have different slots. If a rank ends
+# two wrappers of one slot together, and another rank ends them apart, all ranks treat them as apart.
 _SLOTS = 16
 APART = b"\xff" * 2 * _SLOTS
-"""What a rank says of a synchronization that it ends by itself."""
+"""The field ``apart`` of a synchronization that this rank ends by itself."""
 TOGETHER = bytes(2 * _SLOTS)
-"""What a rank says that gives nothing, takes nothing and keeps nobody waiting: any order suits it."""
+"""The field ``apart`` of a silent rank without a backward: it gives and takes nothing, and agrees to any order."""
 
 
 class Owner(Protocol):
@@ -72,24 +72,24 @@ class Owner(Protocol):
 
     @property
     def shared(self) -> SharedParameters:
-        """Which parameters it shares with others."""
+        """The parameters that it shares with other wrappers."""
         ...
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
+        """Whether a gradient that arrives now is this rank's own and will be averaged."""
         ...
 
     def remove_hooks(self) -> None:
-        """Be told of no gradient any more."""
+        """Remove its hooks from the parameters."""
         ...
 
 
 class SharedParameters:
-    """Which other wrappers have some of the parameters of one wrapper, or are not to communicate beside it.
+    """The other wrappers that share parameters with one wrapper, or must not communicate at the same time.
 
-    Where it is ``exclusive``, no other wrapper finds gradients where this one does. ``turns`` names places where only
-    one wrapper may communicate at a time.
+    An ``exclusive`` wrapper takes gradients out of ``.grad``, so no other wrapper can share its parameters. ``turns``
+    returns the names of places where only one wrapper may communicate at a time.
     """
 
     _all: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
@@ -98,27 +98,27 @@ class SharedParameters:
 
     def __init__(self, groups: Groups, *, exclusive: bool, turns: Callable[[], frozenset[str]] = frozenset) -> None:
         self.groups, self._exclusive, self._turns = groups, exclusive, turns
-        self._lost = ""  # a parameter that another wrapper has taken over
-        self.index: dict[int, int] = {}  # of each parameter of this one, by its identity
-        # Returns None where no backward is running that has come through outputs of this one.
+        self._lost = ""  # the name of a parameter that another wrapper has taken over
+        self.index: dict[int, int] = {}  # from the identity of each parameter of this wrapper to its index
+        # Returns None unless a backward is running that has passed outputs of this wrapper.
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._all.add(self)
         self._number = next(self._numbers)
         self._is_used = False
-        self.places: frozenset[str] = frozenset()  # what ``turns`` has given last
+        self.places: frozenset[str] = frozenset()  # the last result of ``turns``
 
     def take_turns(self) -> None:
-        """Take turns with all that name one of the same places, where only one may communicate at a time."""
+        """Take turns from now on with all wrappers that name one of the same places."""
         self.places = self._turns()
         if self.places:
             self._with_places.add(self)
 
     def share(self, module_state: ModuleState, owners: Iterable[Owner]) -> None:
-        """From now on this one has the parameters of ``module_state``, of which each of the ``owners`` has some.
+        """Take the parameters of ``module_state``, and share them with the ``owners``, which have some of them.
 
-        Where they cannot be shared it takes them over, and the others listen no more.
+        If one of both wrappers is exclusive, this one takes the parameters over, and the owner's hooks are removed.
         """
         self.leave()
         self.index = {id(parameter): i for i, parameter in enumerate(module_state.parameters)}
@@ -138,7 +138,7 @@ class SharedParameters:
                 self._frozen[other] = other._frozen[self] = common
 
     def check(self) -> None:
-        """Raise :class:`UnusableError` where another wrapper has taken over some of the parameters."""
+        """Raise :class:`UnusableError` if another wrapper has taken over some of the parameters."""
         if self._lost:
             raise UnusableError(
                 f"rank {self.groups.rank}: parameter {self._lost!r} was wrapped again since, and a wrapper that keeps "
@@ -147,7 +147,7 @@ class SharedParameters:
             )
 
     def leave(self) -> None:
-        """This one has no parameters any more."""
+        """Give up all parameters, and share them with no other wrapper."""
         for other in self._others:
             other._others.discard(self)
         for other in list(self._frozen):
@@ -157,11 +157,11 @@ class SharedParameters:
         self.index = {}
 
     def use(self) -> None:
-        """A forward of this one begins, or a synchronization by hand."""
+        """Note that a forward of this wrapper begins."""
         self._is_used = True
 
     def is_for_another(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient that has arrived is no sign of a backward of this one, but of another."""
+        """Whether a gradient that has arrived for ``parameter`` belongs to another wrapper's backward."""
         if not self._others or self.end_callback() is not None:
             return False
         others = [other for other in self._others if id(parameter) in other.index]
@@ -172,7 +172,7 @@ class SharedParameters:
         return any(other._is_used or other._number > self._number for other in others)
 
     def turn(self) -> Turn | None:
-        """The turn of a synchronization that begins now; None where it shares nothing with another wrapper.
+        """The turn of a synchronization that begins now; None if it shares nothing with another wrapper.
 
         Raises:
             UnusableError: As :meth:`check`.
@@ -183,45 +183,46 @@ class SharedParameters:
             self.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
-        # What is frozen on this rank alone takes turns on the others, and a gradient that it has kept is averaged here.
+        # A parameter that only this rank has frozen takes turns on the other ranks. A gradient that it still has here
+        # is averaged, so this rank must take turns as well.
         if self._frozen and any(one.grad is not None for common in list(self._frozen.values()) for one in common):
             return Turn(self)
         self._is_used = False
         return None
 
     def settle(self) -> None:
-        """A synchronization of this one is over."""
+        """Note that a synchronization of this wrapper is over."""
         self._is_used = False
 
     def has_alone(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether some of ``parameters``, which are this one's, no other wrapper has, nor has taken over."""
+        """Whether some of ``parameters``, all of this wrapper, belong to no other wrapper."""
         if self._lost:
             return False
         return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
 
     def goes_apart_from(self, other: SharedParameters) -> bool:
-        """Whether the two are never synchronized at the same time: they share a parameter, or a place."""
+        """Whether both wrappers must not synchronize at the same time: they share a parameter or a place."""
         shares = other in self._others or other in self._frozen
         return shares or (other is not self and not self.places.isdisjoint(other.places))
 
 
 class _State(enum.Enum):
-    """How far a turn is."""
+    """The state of a turn."""
 
     HELD = enum.auto()
-    """Nothing may be said to the other ranks before it is known what ends together with it."""
+    """Nothing may be sent before it is known which wrappers end together with this one."""
     ASKED = enum.auto()
-    """The mask is under way."""
+    """The mask is in flight."""
     BEHIND = enum.auto()
-    """Others go first."""
+    """Other wrappers go first."""
     SENDING = enum.auto()
-    """It communicates; those that share parameters with it do not."""
+    """It communicates; the wrappers that share parameters with it do not."""
     OVER = enum.auto()
-    """It has ended, or failed."""
+    """It has ended or failed."""
 
 
 class Turn:
-    """When one synchronization may launch buckets, among those that share parameters with it."""
+    """The place of one synchronization in the order of those that share parameters or places with it."""
 
     def __init__(self, shared: SharedParameters) -> None:
         self._shared = shared
@@ -231,25 +232,26 @@ class Turn:
         self._ahead: list[Turn] = []
         self._claimed = b""
         self._slot = self._digest = 0
-        # The parameters whose user's hooks were called, by identity: once for all that end together.
-        self.called: set[int] = set()
-        self.averaged: set[int] = set()  # those whose averages are in ``.grad``, by any that ends together with it
+        # Both sets have identities of parameters, and are common to all turns that end together.
+        self.called: set[int] = set()  # parameters whose hooks of the user's were called
+        self.averaged: set[int] = set()  # parameters whose averages are in ``.grad``
 
     @property
     def is_held(self) -> bool:
-        """Whether nothing may be said to the other ranks yet."""
+        """Whether nothing may be sent yet."""
         return self._state is _State.HELD
 
     @property
     def is_behind(self) -> bool:
-        """Whether it waits for its turn, and not for other ranks."""
+        """Whether it waits for another wrapper of this rank, not for other ranks."""
         return self._state is _State.BEHIND
 
     @property
     def apart(self) -> bytes:
-        """Two bytes a slot: what this rank ends together with it, and the complement; the highest for nothing.
+        """Two bytes a slot: a digest of the wrappers that this rank ends together with it, and its complement.
 
-        The maxima over all ranks are this rank's own bytes only where no rank ends something else, or nothing.
+        A slot without wrappers has the highest bytes. The maxima over all ranks equal this rank's own bytes only if
+        every rank ends the same wrappers of that slot.
         """
         digests: dict[int, int] = {}
         for sharer in self._sharers:
@@ -260,7 +262,7 @@ class Turn:
         return bytes(slots)
 
     def claim(self, local: bytes) -> bytes:
-        """Leave out of ``local`` (one byte a parameter) what another one before it averages over the same ranks."""
+        """Clear in ``local`` (one byte a parameter) what an earlier turn averages over the same ranks; returns it."""
         rest = bytearray(local)
         for identity, i in self._shared.index.items():
             if rest[i] and any(other._claims(identity, self._shared.groups) for other in self._before):
@@ -272,18 +274,18 @@ class Turn:
         if self._shared.groups.parent is not groups.parent:
             return False
         i = self._shared.index.get(identity)
-        if i is None or not self._claimed:  # it still connects again, and then finds the same gradients
+        if i is None or not self._claimed:  # it has sent no mask yet as it renews its connections, and will claim them
             return i is not None and self._state is _State.ASKED
         return bool(self._claimed[i])
 
     def agree(self, apart: bytes) -> None:
-        """The maximum over all ranks of :attr:`apart` is there."""
+        """Take the maximum of :attr:`apart` over all ranks, which tells whom to wait for."""
         own = self.apart
         same = [apart[k : k + 2] == own[k : k + 2] for k in range(0, len(own), 2)]
         self._ahead = [other for other in self._before if same[other._slot]]
 
     def wait(self) -> Generator[Callable[[], bool], None, None]:
-        """Wait for the turn, step by step."""
+        """Wait for the turn, as steps."""
         while not self._has_come():
             self._state = _State.BEHIND
             yield self._has_come
@@ -295,10 +297,10 @@ class Turn:
         return all(other._state is _State.OVER for other in self._ahead)
 
     def end(self) -> None:
-        """Let the next one go."""
+        """Let the next turn begin."""
         self._state = _State.OVER
         self._shared.settle()
-        self._sharers, self._before, self._ahead = [], [], []  # which hold this one in turn
+        self._sharers, self._before, self._ahead = [], [], []  # breaks the reference cycles between turns
 
     def _shares_with(self, other: Turn) -> bool:
         return self._shared.goes_apart_from(other._shared)
@@ -316,9 +318,10 @@ class Turn:
 
 
 def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
-    """Let ``turns``, which end now, end together, in an order that every rank has; ``held`` are others that have begun.
+    """Put ``turns``, which end now, into an order that is the same on every rank. ``held`` are others that have begun.
 
-    Returns those of ``held`` that share parameters with them, directly or by others, and so have to end with them.
+    Returns the turns of ``held`` that share parameters with them, directly or through others: they have to end now,
+    too.
     """
     given = list(turns)
     joined = [turn for turn in given if turn.is_held]
@@ -332,44 +335,44 @@ def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
 
 
 def in_order(groups: Groups) -> tuple[int, str]:
-    """A key that sorts groups as they were made, the tenth after the ninth."""
+    """A sort key for groups: by the order in which they were made, with "10" after "9"."""
     return len(groups.name), groups.name
 
 
 Steps = Generator[Probe | None, None, None]
-"""Yields a probe of what its next step waits for (None: that cannot be asked without waiting). It may be resumed at any
-time: the next step waits then."""
+"""Yields a probe that tells whether the next step can run without waiting; None if only a wait can tell. A generator
+that is resumed earlier waits."""
 ResultSteps = Generator[Probe | None, None, T]
-"""Steps that come to a result."""
+"""Steps that return a result."""
 
-_NAP = 50e-6  # seconds: a thread of the transport, or another rank, may need this core
+_NAP = 50e-6  # seconds; a thread of the transport, or another rank, may need this core
 _ENDING_SECONDS = 1.0
 
 
 def ends_soon(is_done: Probe) -> bool:
-    """Whether ``is_done`` becomes true within a second: after a failure, the other ranks' part may never come."""
+    """Wait up to a second for ``is_done``; False if time is over. After a failure, messages may never arrive."""
     try:
         return progress_engine(os.getpid()).wait_until(is_done, seconds=_ENDING_SECONDS, nap=_NAP)
     except RuntimeError:
-        return True  # another error is on its way to the user already
+        return True  # the user already gets another error
 
 
 def run(steps: Steps) -> None:
-    """Run all steps, waiting where they wait."""
-    # Not by a variable: the traceback of an error would keep it, a probe keeps its Work, and that the connection.
+    """Run all steps to their end; each waits by itself."""
+    # No loop variable: the traceback of an error would hold the probe, which holds its Work and so the connection.
     deque(steps, maxlen=0)
 
 
 class Completion:
-    """The rest of one synchronization, which is driven step by step.
+    """The rest of one synchronization, driven step by step.
 
     Args:
-        steps: What to do; run without gradients and under ``lock``, by one thread.
-        groups: Where the synchronization communicates.
-        lock: Held while a step runs, not between them; None for one of its own.
-        then: Called by :meth:`conclude`, outside of all that.
-        turn: Of the synchronization, where it shares parameters with others.
-        note_failure: Called where this, or another one of the same backward, has failed.
+        steps: The steps; run in ``torch.no_grad()`` and under ``lock``, by one thread.
+        groups: The groups in which the synchronization communicates.
+        lock: Held while a step runs, not between steps; None makes a new one.
+        then: Called by :meth:`conclude` after success, without the lock.
+        turn: The turn of the synchronization, if it shares parameters with others.
+        note_failure: Called if this completion, or another one of the same backward, has failed.
     """
 
     _threads: ClassVar[_Thread]
@@ -391,11 +394,11 @@ class Completion:
         self._probe: Probe | None = _always
         self._is_running = False
         self.groups = groups
-        self.is_done = False  # whether all is done, or has failed
+        self.is_done = False  # it has ended or failed
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
-        """Advance it in every wait of this thread, until it is over."""
+        """Let every :func:`finish` of this thread advance it, until it is over."""
         self._threads.open.add(self)
 
     def finish(self) -> None:
@@ -404,7 +407,7 @@ class Completion:
         self.conclude()
 
     def conclude(self) -> None:
-        """When it is over: raise its error, or call ``then``."""
+        """Raise its error, or call ``then``; called when it is over."""
         error, self._error = self._error, None
         if error is None:
             if self._then is not None:
@@ -413,10 +416,10 @@ class Completion:
         try:
             raise error
         finally:
-            del error  # whose traceback holds this frame
+            del error  # a reference cycle: its traceback holds this frame
 
     def finish_at_end_of_backward(self) -> None:
-        """Do the same at the end of this thread's backward, together with all completions that were queued by then."""
+        """Finish and conclude it at the end of this thread's backward, together with all that are queued by then."""
         last = None if self._threads.last is None else self._threads.last()
         if last is None:
             last = _AfterCallbacks()
@@ -425,9 +428,9 @@ class Completion:
         last.append(self)
 
     def advance(self, *, to_end: bool = False, error: Exception | None = None) -> None:
-        """Go on to where it has to wait next, or ``to_end``; waits first for what is not there yet.
+        """Run the next step, or all steps ``to_end``; a step whose message has not arrived waits for it.
 
-        Where it waits, ``error`` is raised in place of the wait.
+        ``error`` is raised inside the steps, at the place where they wait.
         """
         self._is_running = True
         try:
@@ -447,12 +450,12 @@ class Completion:
         finally:
             self._is_running = False
             if self.is_done:
-                self._probe = _always  # a probe keeps its Work, and that the connection
+                self._probe = _always  # a probe holds its Work, and so the connection
                 if self.turn is not None:
                     self.turn.end()
 
     def close(self) -> None:
-        """Abandon it: the steps see a GeneratorExit where they are."""
+        """Abandon it; the steps get a GeneratorExit."""
         self.is_done = True
         if self.turn is not None:
             self.turn.end()
@@ -461,20 +464,20 @@ class Completion:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error that :meth:`conclude` is still to raise."""
+        """Whether it has ended with an error that :meth:`conclude` has not raised yet."""
         return self._error is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can go on without waiting."""
+        """Whether the next step can run without waiting."""
         try:
             return self._probe is not None and bool(self._probe())
         except Exception:
-            return True  # its own wait says what is wrong
+            return True  # the step raises the error itself
 
 
 class _Thread(threading.local):
-    """The open completions of one thread: autograd calls back in the thread that has called it."""
+    """The open completions of one thread. Autograd calls back in the thread that has called ``backward()``."""
 
     def __init__(self) -> None:
         self.open: weakref.WeakSet[Completion] = weakref.WeakSet()
@@ -485,13 +488,13 @@ Completion._threads = _Thread()
 
 
 class _AfterCallbacks(list[Completion]):
-    """Queued by the first callback at the end of a backward, so that it comes after all that were there."""
+    """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before."""
 
     __slots__ = ("__weakref__",)
 
     @uncompiled_hook
     def __call__(self) -> None:
-        Completion._threads.last = None  # a backward inside one of the steps has an end of its own
+        Completion._threads.last = None  # a backward inside one of the steps queues a callback of its own
         try:
             finish_and_conclude(self)
         except BaseException:
@@ -501,9 +504,9 @@ class _AfterCallbacks(list[Completion]):
 
 
 def finish(completions: Sequence[Completion]) -> None:
-    """Drive these to their ends, each without waiting for another; their errors are left in them.
+    """Drive these to their ends, none waiting for another; each keeps its error for :meth:`Completion.conclude`.
 
-    So end those that were started before and share parameters with them.
+    Open completions that share parameters with them end, too.
     """
     others = [one for one in Completion._threads.open if not (one.is_done or one._is_running or one in completions)]
     joined = arrange(_turns_of(completions), _turns_of(others))
@@ -522,9 +525,9 @@ def _turns_of(completions: Iterable[Completion]) -> list[Turn]:
 
 
 def finish_and_conclude(completions: Sequence[Completion]) -> None:
-    """Drive these to their ends, and conclude each, also after an error; one error comes out."""
+    """Drive these to their ends, and conclude each, even after an error; one error is raised."""
     if len(completions) == 1 and not Completion._threads.open and completions[0].turn is None:
-        completions[0].advance(to_end=True)  # as nearly always
+        completions[0].advance(to_end=True)  # the usual case
         completions[0].conclude()
         return
     finish(completions)
@@ -532,14 +535,14 @@ def finish_and_conclude(completions: Sequence[Completion]) -> None:
 
 
 def conclude(completions: Sequence[Completion]) -> None:
-    """Conclude each, also after an error; one error comes out."""
+    """Conclude each, even after an error; one error is raised."""
     with ExitStack() as stack:
         for completion in completions:
             stack.callback(completion.conclude)
 
 
 def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
-    # Where there is a choice, let it be the same on every rank.
+    # Sorted, so that every rank makes the same choice among several that are ready.
     waiting = sorted([*completions, *others], key=lambda completion: in_order(completion.groups))
     seconds = max(completion.groups.timeout_seconds for completion in waiting)
     late: CommunicationError | PeerAbortedError | None = None
@@ -550,7 +553,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
                 completion.advance()
-            if left and not ready:  # at once: if each waited for the whole time, the times would add up
+            if left and not ready:  # from now on the timeout is 0: each further wrapper would wait it out once more
                 late = _late_error(left[0].groups, seconds) if late is None else _copy_of(late)
                 left[0].advance(error=late)
     except BaseException:
@@ -561,14 +564,15 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
 
 
 def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], seconds: float) -> list[Completion]:
-    """Wait until some can go on: what they wait for has come or failed, or cannot be asked for; none after ``seconds``.
+    """Wait until some completions can advance, and return them; returns none after ``seconds``.
 
-    ``waiting`` are all that are not over; ``left`` those that are to be driven to their ends, and whose turn it is.
+    A completion can advance if its message has arrived or failed, or if it has no probe and must wait by itself.
+    ``waiting`` are all that are not over. ``left`` are those that have to end now and whose turn it is.
     """
     found: list[Completion] = []
 
     def look_for_failures() -> bool:
-        found[:] = [completion for completion in waiting if completion.groups.has_failed]  # their waits raise
+        found[:] = [completion for completion in waiting if completion.groups.has_failed]  # their next step raises
         return bool(found)
 
     has_failed = paced(look_for_failures, LOOK_SECONDS, at_once=False)
@@ -576,7 +580,7 @@ def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], second
     def arrived() -> bool:
         found[:] = [completion for completion in waiting if completion.is_ready]
         if not found:
-            found[:] = [completion for completion in left if completion._probe is None][:1]  # it waits by itself
+            found[:] = [completion for completion in left if completion._probe is None][:1]  # the step waits by itself
         return bool(found) or has_failed()
 
     progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
@@ -584,13 +588,13 @@ def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], second
 
 
 def _late_error(groups: Groups, seconds: float) -> CommunicationError | PeerAbortedError:
-    """What ends a wait when the time is over: names the ranks that have not come to ``groups``."""
+    """The error after the timeout; it names the ranks that have not come to ``groups``."""
     what = f"several wrappers in one backward: none has moved for the group's timeout of {seconds:g} s"
     return groups.explained(CommunicationError("nothing has come"), what)
 
 
 def _copy_of(error: CommunicationError | PeerAbortedError) -> CommunicationError:
-    """The same for another wrapper of the same backward, as it takes half a second to find the ranks."""
+    """Copy ``error`` for another wrapper of the same backward: finding the ranks again would take half a second."""
     again = CommunicationError(*error.args)
     again.ranks = getattr(error, "ranks", ())
     return again

@@ -1,11 +1,15 @@
-"""What happens when a rank fails: it is reported, seen by those that wait, named, and the ranks connect again.
+"""Handles the failure of a rank: it is reported, noticed by waiting ranks and named; then the ranks connect again.
 
-report    the rank that fails writes what has happened to the store, and closes its connections (Groups.fail)
-look      the others leave their waits: a connection is closed, or they look here now and then (Failures.wait)
-name      an error of the transport becomes one that names the rank: who has reported; else who is gone, is stopped,
-or has not come (LostRanks.find): on this node by its process (peer_processes.py), on others by what it
-writes to the store, as every rank does whose communication has failed; who does not write is silent
-renew     at its next step each rank makes new connections, once all have come to do so (Renewals, Groups.renewing)
+In this order:
+
+    report    The failing rank writes the error to the store and closes its connections (Groups.fail).
+    look      The other ranks leave their waits: their connection is closed, or they find the report (Failures.wait).
+    name      An error of the transport becomes an error that names a rank: one that has reported, or else one that is
+              gone, is stopped, or has not come (LostRanks.find). A rank of this node is seen by its process
+              (peer_processes.py). On other nodes every rank whose communication has failed writes its position to the
+              store; a rank that writes nothing counts as silent.
+    renew     At its next step each rank waits until all have come, and makes new connections (Renewals,
+              Groups.renewing).
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ logger = logging.getLogger("ppe_ddp")
 T = TypeVar("T")
 
 START = "start"
-"""The phase before the first step, in which all ranks get what they start from."""
+"""The phase before the first step, in which all ranks get the initial parameters."""
 FINALIZE = "finalize_model_grads()"
 """The phase after a backward in which gradients are summed over the ranks that split one model."""
 CLIP = "clip_grad_norm_() or GradScaler.step()"
@@ -66,19 +70,19 @@ _ADVICE = {
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
 }
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
-LOOK_SECONDS = 0.2  # between looks at the store; nobody else has to wait for them
-_GONE_SECONDS = 1.0  # that a rank's last messages have, once it has gone, to arrive
+LOOK_SECONDS = 0.2  # between looks at the store
+_GONE_SECONDS = 1.0  # for the last messages of a rank to arrive after it has gone
 _LONGEST_REASON = 2000  # characters
 _LAST_FRAMES = 4
-# A connection is closed a moment before the system lets anybody see that its process is no more.
+# A connection closes a moment before the system shows that its process has ended.
 _HERE_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 1.0  # a failure reaches all ranks that wait at about the same time
 _NAP_SECONDS = 0.01
 _SHORT_NAP_SECONDS = 0.0005
-_TELL_SECONDS = 20.0  # before the log tells for whom this rank waits, and then more and more rarely ...
+_TELL_SECONDS = 20.0  # before the log first tells for whom this rank waits; the intervals grow ...
 _RARELY_SECONDS = 600.0  # ... up to this
-_COMPLETING_SECONDS = 5.0  # for the others to complete a step of which this one has sent its part
-_ARRIVING_SECONDS = 0.3  # the same where they cannot be seen
+_COMPLETING_SECONDS = 5.0  # for other ranks of this node to complete the step that is complete here
+_ARRIVING_SECONDS = 0.3  # for ranks of other nodes, whose progress is not visible
 _SILENT = "does not answer"
 _LATE = "has not come"
 
@@ -88,22 +92,22 @@ class LostRank:
     """A rank that others have waited for in vain."""
 
     rank: int
-    condition: str  # what is the matter with it, as a clause without a subject
-    step: int | None = None  # the step in which it was seen last
-    phase: str = ""  # what it has done last in it
-    last: str = ""  # that, as a clause without a subject; empty where it is not known
-    is_gone: bool = False  # whether it will not come any more
+    condition: str  # its state as a verb phrase, such as "has died"
+    step: int | None = None  # the last step in which it was seen
+    phase: str = ""  # the name of its last activity in that step
+    last: str = ""  # the last activity as a verb phrase; empty if unknown
+    is_gone: bool = False  # whether it will never come
 
     def __str__(self) -> str:
-        """For an error."""
+        """The rank and its state, for an error message."""
         last = f" (it {self.last})" if self.last else ""
         return f"rank {self.rank}, which {self.condition}{last}"
 
 
 class LostRanks:
-    """Looks for the ranks of one group that are lost, for as long as its connections last.
+    """Finds the lost ranks of one group; lives as long as the group's connections.
 
-    ``name`` is that of the connections: the same on every rank, and never used again.
+    ``name`` identifies the connections: the same on every rank, and never used again.
     """
 
     def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
@@ -114,21 +118,21 @@ class LostRanks:
         self._has_answered = False
 
     def gone(self) -> list[LostRank]:
-        """The ranks that are known not to come any more; found out at once."""
+        """The ranks that are known to be gone, without waiting."""
         here = self._not_running()
         if self._elsewhere:
             with suppress(dist.DistError, CommunicationError):
                 told = self._told()
-                if told and not self._has_answered:  # who looks for ranks that are lost waits for the others
+                if told and not self._has_answered:  # a rank that calls find() waits for an answer of each rank
                     self._has_answered = True
                     self._tell(here)
                 here = here or [LostRank(**one) for record in told.values() for one in record["lost"]]
         return [one for one in here if one.is_gone]
 
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
-        """The ranks that this one has waited for, now that its communication has failed.
+        """The ranks that this rank waited for when its communication failed.
 
-        ``explained`` is asked now and then whether the failure has another reason, so that nobody need be found.
+        ``explained`` is polled: it returns True once the failure has another reason, and the search ends.
         """
         told: dict[int, dict[str, Any]] = {}
         said: list[LostRank] | None = None
@@ -148,16 +152,16 @@ class LostRanks:
         seconds = _ELSEWHERE_SECONDS if self._elsewhere else _HERE_SECONDS
         with suppress(dist.DistError, CommunicationError):  # without the store, what can be seen here must do
             progress_engine(os.getpid()).wait_until(is_clear, seconds=seconds, nap=_NAP_SECONDS)
-        if explained():  # also of one that was found: it may have failed before it left, and so has said why
+        if explained():  # even if a rank was found: it may have reported an error before its process ended
             return []
         return found or self._not_running() or self._silent(told) or self._behind(told)
 
     def note_wait(self) -> None:
-        """This rank has waited for others for a while."""
+        """Show the other processes that this rank waits."""
         self._processes.note_wait()
 
     def tell_wait(self, seconds: float) -> None:
-        """Log for whom this rank has waited so long; of the ranks of a node that wait at one place, the lowest does."""
+        """Log for whom this rank waits; among ranks of one node that wait at the same place, only the lowest logs."""
         own = self._processes.position(self._rank)
         lower = [self._processes.position(rank) for rank in self._processes.on_this_node if rank < self._rank]
         lost = self._not_running() or self._behind({})
@@ -171,15 +175,15 @@ class LostRanks:
         )
 
     def await_completion(self) -> None:
-        """Let the other ranks complete the last step that is complete here, before this one closes its connections.
+        """Wait until the other ranks have completed the last step that is complete here; called before closing.
 
-        They may still be receiving what this rank has sent in it, and closing would end that as well: it would have
-        taken the step, and they not.
+        They may still be receiving messages of that step from this rank. Closing would abort these messages: this rank
+        would have taken the step, and the others would not.
         """
         own = self._processes.position(self._rank)
         has_met = own is not None and own.activity in (Activity.BUCKET, Activity.VOTE, Activity.LATE_BUCKET)
         progress = progress_engine(os.getpid())
-        # Who is at a bucket has heard of all: they have begun the step, and so completed the one before.
+        # A rank at a bucket has received the mask of every rank. So all have begun this step, and completed the last.
         if self._elsewhere and not has_met:
             progress.wait_until(lambda: False, seconds=_ARRIVING_SECONDS, nap=_SHORT_NAP_SECONDS)
         progress.wait_until(
@@ -187,7 +191,7 @@ class LostRanks:
         )
 
     def leave(self) -> None:
-        """This process is about to end: say so, and of which error if that is known."""
+        """Tell the other ranks that this process is about to end, and of which error if that is known."""
         error = getattr(sys, "last_value", None)
         text = f"an error that nobody has caught, {type(error).__name__}: {error}" if error is not None else ""
         self._processes.leave(text)
@@ -197,7 +201,7 @@ class LostRanks:
                 self._tell([self._lost(self._rank, _said(Condition.LEFT, text), own, is_gone=True)])
 
     def behind(self, ranks: Sequence[int]) -> list[LostRank]:
-        """These ranks, which have not come, with what can be seen of them."""
+        """A :class:`LostRank` for each of ``ranks``, which have not come, with what is known of it."""
         found = {one.rank: one for one in self._not_running()}
         return [found.get(rank) or self._lost(rank, _LATE, self._processes.position(rank)) for rank in ranks]
 
@@ -214,7 +218,7 @@ class LostRanks:
         self._reports.append(json.dumps([self._rank, record]))
 
     def _told(self) -> dict[int, dict[str, Any]]:
-        """What ranks of other nodes have said last."""
+        """The last record that each rank of another node has written."""
         told: dict[int, dict[str, Any]] = dict(json.loads(text) for text in self._reports.look())
         return {rank: record for rank, record in told.items() if rank in self._elsewhere}
 
@@ -222,7 +226,7 @@ class LostRanks:
         return [LostRank(rank, _SILENT) for rank in sorted(self._elsewhere - told.keys())]
 
     def _behind(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
-        """The ranks that have come less far than this one: it waits for them, or they for each other."""
+        """The ranks that are behind this one: it waits for them, or they wait for each other."""
         own = self._processes.position(self._rank)
         if own is None:
             return []
@@ -249,14 +253,14 @@ class Failure:
     """The report of one rank that has failed."""
 
     rank: int  # the rank that has failed
-    step: int  # which synchronized backward, counted since the connections were made
+    step: int  # number of the synchronized backward, as in ``Groups.step``
     phase: str  # the phase of the backward in which it failed
     reason: str  # the error
     trace: str = ""  # the last lines of its traceback
-    lost: Sequence[LostRank] = ()  # the ranks that it has waited for in vain, where that is what it has failed of
+    lost: Sequence[LostRank] = ()  # the ranks that it waited for in vain, if it failed for that reason
 
     def __str__(self) -> str:
-        """As a clause."""
+        """The report as a clause, for an error message."""
         if self.phase == START:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
         if self.phase in (FINALIZE, CLIP):
@@ -273,30 +277,30 @@ class Failure:
 
     @classmethod
     def loaded(cls, text: bytes) -> Failure:
-        """The report that was written as JSON."""
+        """Load a report from its JSON."""
         fields = json.loads(text)
         return cls(**{**fields, "lost": [LostRank(**one) for one in fields["lost"]]})
 
 
 @dataclass(frozen=True)
 class HookProgress:
-    """The progress of one rank in process groups that are not ours, which cannot be made anew after a failure."""
+    """The progress of a hook on one rank in the user's process groups, which cannot be made anew after a failure."""
 
-    title: str  # what communicates there
+    title: str  # the hook's name
     calls: int  # how often it was called
-    is_under_way: bool  # whether the last one had not ended when the communication failed
+    is_under_way: bool  # whether the last call was still in flight when the communication failed
 
 
 class Failures:
-    """The reports of the ranks of one group, for as long as its connections last.
+    """The failure reports of the ranks of one group; lives as long as the group's connections.
 
     Args:
         store: Shared by the ranks.
-        name: Of the connections; the same on every rank, and never used again.
-        rank: This process in the group.
-        lost: Looks for ranks that are lost.
-        job_rank_of: Gives the rank in the job for one of the group.
-        step: Gives the step that this rank is in.
+        name: Identifies the connections; the same on every rank, and never used again.
+        rank: The rank of this process in the group.
+        lost: Finds lost ranks.
+        job_rank_of: Converts a rank of the group to the rank in the job.
+        step: Returns the current step of this rank.
     """
 
     def __init__(
@@ -317,7 +321,7 @@ class Failures:
         self._lost = lost
 
     def report(self, failure: Failure) -> None:
-        """Write the report; before the connections are closed, so that a rank that notices that finds the reason."""
+        """Write the report; called before the connections are closed, so that ranks that see them closed find it."""
         self._reports.append(json.dumps(asdict(failure)))
 
     def of_others(self) -> list[Failure]:
@@ -326,12 +330,12 @@ class Failures:
         return [failure for failure in failures if failure.rank != self._rank]
 
     def check(self, phase: str = "") -> None:
-        """Raise the error of :meth:`error` where another rank has failed, in ``phase`` or in any if that is empty.
+        """Raise the error of :meth:`error` if another rank has failed in ``phase``; an empty phase stands for any.
 
-        Nothing happens where the store does not answer.
+        Does nothing if the store does not answer.
         """
         others: list[Failure] = []
-        with suppress(dist.DistError, CommunicationError):  # what is waited for may still come
+        with suppress(dist.DistError, CommunicationError):  # the awaited message may still arrive
             others = [failure for failure in self.of_others() if phase in ("", failure.phase)]
         if others:
             raise self.error(others)
@@ -360,7 +364,7 @@ class Failures:
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:
-        """What the ranks of these connections have to be told of ``error``; None where they know of it."""
+        """The error to report to the ranks of these connections for ``error``; None if they know of it already."""
         if not isinstance(error, PeerAbortedError):
             return None if isinstance(error, DisagreementError) else error
         if error.told_in in ("", self._name):
@@ -375,11 +379,11 @@ class Failures:
         self._store.delete_all()
 
     def wait(self, pending: Waitable, device: torch.device) -> Any:
-        """Wait for ``pending`` on ``device``, no longer than until another rank reports a failure.
+        """Wait for ``pending`` on ``device``, until it is done or another rank fails.
 
         Raises:
-            PeerAbortedError: Another rank has failed.
-            CommunicationError: Another rank is gone, and so is what it had sent.
+            PeerAbortedError: Another rank has reported a failure.
+            CommunicationError: Another rank is gone, and its messages have not arrived.
         """
         if isinstance(pending, AllPending):
             for part in pending.parts:
@@ -396,11 +400,11 @@ class Failures:
         return pending.wait()
 
     def _await(self, one: Work | InFlight) -> None:
-        """Wait until ``one`` has ended, whose transport may know nothing of failures."""
+        """Wait until ``one`` has ended, and look for failures meanwhile: its transport may not notice them."""
         progress = progress_engine(os.getpid())
         if not isinstance(one, Work) and progress.is_idle:
             one.block()
-            if one.done():  # as nearly always, before there is anything to look at
+            if one.done():  # the usual case
                 return
         begin, gone_since, ahead_since = monotonic(), 0.0, 0.0
         tell = paced(
@@ -413,7 +417,8 @@ class Failures:
             try:
                 self.check()
             except PeerAbortedError as error:
-                # Who has failed in a later step has sent what this one waits for, as all others have: it is coming.
+                # A rank that has failed in a later step had completed this one. So every rank has sent its part of
+                # this step, and the message is in flight.
                 ahead_since = ahead_since or monotonic()
                 is_ahead = error.step is not None and error.step > self._step()
                 if not is_ahead or monotonic() - ahead_since > _GONE_SECONDS:
@@ -436,14 +441,14 @@ def _next_place() -> int:
 
 
 class Renewals:
-    """The attempts of the ranks of one group to connect again, numbered alike on every rank.
+    """The attempts of the ranks of one group to connect again, with the same numbers on every rank.
 
-    Each synchronized step with closed connections is one attempt on each rank: a meeting, to which each brings how many
-    steps it has had. A rank that cannot connect refuses, with the step and the reason. The groups for which all have
-    come connect in the order in which that happened, which is the same on all ranks whatever order they come in.
+    Each synchronized step with closed connections is one attempt: a meeting to which each rank brings the number of its
+    steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they do so
+    in the order in which their meetings became complete. That order is the same on all ranks.
 
-    ``store`` gives a store for one attempt; ``name`` is the same on every rank, and never used again; ``next_place``
-    gives the next place in the order of all such meetings of the job.
+    ``store`` makes a store for one attempt. ``name`` is the same on every rank, and never used again. ``next_place``
+    returns the next place in the order of all such meetings of the job.
     """
 
     def __init__(
@@ -464,25 +469,25 @@ class Renewals:
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank has begun an attempt, and not ended it."""
+        """Whether this rank has begun an attempt and not ended it."""
         return self.number > self._ended
 
     def begin(self) -> None:
-        """Begin the next attempt, or go on with one that could not be ended as the store was silent."""
+        """Begin the next attempt, or resume one that could not be ended because the store did not answer."""
         self._stores.append(self._new_store())
         self.number = self._ended + 1
         self._outcome = None
 
     def end(self) -> None:
-        """End the attempt: its outcome is known, and what follows from it done."""
+        """End the attempt, whose outcome has been acted on."""
         self._ended = self.number
 
     def put_off(self) -> None:
-        """Leave the attempt to this rank's next step: the others have ended it in theirs."""
+        """Put the attempt off to this rank's next step."""
         self.number = self._ended
 
     def come(self, step: int) -> None:
-        """Say that this rank connects, and has had so many steps; nothing where it has come before it put this off."""
+        """Announce that this rank connects after ``step`` steps; does nothing if it has announced that already."""
         if self._came != self.number:
             self._came = self.number
             self._do(lambda meeting: meeting.come(step))
@@ -494,16 +499,16 @@ class Renewals:
         return self._outcome
 
     def may_precede(self, place: int) -> bool:
-        """Whether all ranks have come, or are about to be found to have, before the attempt that has this place."""
+        """Whether this attempt may precede one at ``place``: all have come, and its place is lower or not set yet."""
         outcome = self.outcome()
         if outcome is None:
             return self._do(Meeting.is_full)
         return bool(outcome.words) and outcome.place < place
 
     def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
-        """Say that this rank does not connect, in ``step``; the outcome, which may have been another one before.
+        """Announce that this rank does not connect in ``step``; returns the outcome, which may be an earlier decision.
 
-        ``lost`` are the ranks for which it has waited in vain, where that is why.
+        ``lost`` are the ranks that it has waited for in vain, if that is the reason.
         """
         return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
 
@@ -520,13 +525,13 @@ class Renewals:
         return self._stores[-1].do(ask)
 
     def forget(self) -> None:
-        """Delete what this rank has written in earlier attempts; called when all ranks have come to this one."""
+        """Delete the keys of earlier attempts; called when all ranks have come to the current one."""
         while len(self._stores) > 1:
             self._stores.pop(0).delete_all()
 
 
 def obstacle(everyone: Sequence[HookProgress]) -> str:
-    """Why a hook that has come this far on the ranks cannot go on; empty where all have come equally far."""
+    """The reason why a hook with this progress on the ranks cannot go on; empty if it is the same on all."""
     under_way = [rank for rank, one in enumerate(everyone) if one.is_under_way]
     if under_way:
         place = f"was under way on rank {', '.join(map(str, under_way))}"
@@ -543,9 +548,9 @@ def obstacle(everyone: Sequence[HookProgress]) -> str:
 
 
 def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
-    """``pending``; for a message's Work a Future in its place, which a thread that waits for the message completes.
+    """Return ``pending``, or for the Work of a point-to-point message a Future that a thread completes.
 
-    Every rank that waits for the Future sees meanwhile whether another one has failed.
+    Such a Work can only block. A rank that waits for the Future can look for failures meanwhile.
     """
     if device.type != "cpu" or not is_message(pending):
         return pending
@@ -555,7 +560,7 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
         try:
             pending.wait()
         except RuntimeError as error:
-            arrived.set_exception(error.with_traceback(None))  # whose frames have the Future
+            arrived.set_exception(error.with_traceback(None))  # its frames hold the Future: a reference cycle
         else:
             arrived.set_result(None)
 
@@ -564,9 +569,9 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
 
 
 def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> CommunicationError:
-    """The error that names the ranks, at least one, that this one has waited for in vain.
+    """The error that names the ranks, at least one, that this rank has waited for in vain.
 
-    ``reason`` says how that was found out.
+    ``reason`` tells how they were found.
     """
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
@@ -587,9 +592,9 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
 
 
 def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
-    """The error for ranks whose backward has raised, and which have taken part in the step all the same.
+    """The error for a step in which the backward of some ranks has raised, although they have completed the step.
 
-    ``statuses`` are those of all ranks, as they have voted; 0 where nothing was wrong.
+    ``statuses`` has the status of each rank from the vote; 0 stands for success.
     """
     ranks = [other for other, status in enumerate(statuses) if status]
     error = PeerAbortedError(
@@ -602,7 +607,7 @@ def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
 
 
 def relayed(error: BaseException) -> AbortedError:
-    """What ranks of another group are told of ``error``: with the rank of the job that has failed, if not this one."""
+    """The error to report to another group for ``error``; it names the rank of the job that has failed."""
     heard = error if isinstance(error, PeerAbortedError) else None
     told = (heard and heard.reason) or reason_of(error)
     if "of the job)" not in told:
@@ -617,13 +622,13 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_explained(error: BaseException) -> bool:
-    """Whether an error names what has failed elsewhere, or nobody could be named."""
+    """Whether an error already names the ranks that have failed, or states that none could be named."""
     return isinstance(error, PeerAbortedError) or (isinstance(error, CommunicationError) and error.ranks is not None)
 
 
 def is_of_transport(error: BaseException) -> bool:
-    """Whether an error may be what a closed connection looks like, from our code or a function of the user's."""
+    """Whether an error may come from a closed connection, in our code or in a function of the user's."""
     if isinstance(error, CommunicationError | PeerAbortedError | dist.DistError):
         return True
-    # gloo has no type of its own: most name one of its sources, and what ends with another call tells of the connection
+    # gloo raises RuntimeError. Most messages name one of its source files; aborted calls say "pair closure".
     return type(error) is RuntimeError and any(sign in str(error) for sign in ("gloo", "pair closure"))

@@ -1,11 +1,11 @@
-"""Hooks of autograd: which gradients a backward will have, when each is there, and forwards that have no backward.
+"""Autograd hooks: they find out which gradients a backward will have, and when each one is accumulated.
 
-    on outputs         a backward has come to the module: ask autograd which parameters it will reach; a forward whose
-                       graph was freed without one is counted, since ranks that differ there have skipped a step
-    on parameters      a gradient was accumulated; only recorded where nobody waits for it
-    of the user's      a post-accumulate-grad hook that steps an optimizer would do so with this rank's share of the
-                       gradient, and only where there is one: it is called when the average is in ``.grad``, on every
-                       rank. In ``no_sync()`` it is called at once, as without this library
+    on outputs         A backward has reached the module: autograd tells which parameters it will reach. A forward whose
+                       graph was freed without a backward is counted: if these counts differ, a rank has skipped a step.
+    on parameters      A gradient was accumulated. Arrivals that launch nothing are only recorded.
+    of the user's      A post-accumulate-grad hook may step an optimizer. It is deferred until the average is in
+                       ``.grad``, and called on every rank; else it would use this rank's gradient, and run only on
+                       ranks that have one. In ``no_sync()`` it is called at once, as without this library.
 
 The reducer decides what an arrival means for the other ranks.
 """
@@ -60,21 +60,21 @@ class ReachedParameters:
         self.refresh(range(len(parameters)))
 
     def refresh(self, indices: Iterable[int]) -> None:
-        """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new one."""
+        """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new node."""
         with torch.enable_grad():
             for i in indices:
                 if self._parameters[i].requires_grad:
-                    # Holding a node keeps it the parameter's own: autograd itself holds it weakly.
+                    # Autograd holds the node weakly; without this reference the parameter would get another one.
                     self._nodes[i] = get_gradient_edge(self._parameters[i]).node
 
     def indices(self, *, has_accumulated: bool = False) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
 
-        Exact, except for those that it reaches through a graph task of its own (reentrant checkpoints), or by a node
-        that a parameter had before it was cast. Empty for ``autograd.grad``, which accumulates nothing.
+        Two kinds are missing: parameters that an inner graph task reaches (reentrant checkpoints), and parameters whose
+        graph has a node from before a cast. ``autograd.grad`` accumulates nothing, so the list is empty for it.
 
-        Raises TorchChangedError where it ``has_accumulated`` a gradient, and autograd refuses to answer, which it does
-        to ``autograd.grad`` alone.
+        ``has_accumulated`` says that this graph task has accumulated a gradient, so that it is no ``autograd.grad``.
+        Raises TorchChangedError if autograd refuses to answer then.
         """
         try:
             return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
@@ -87,9 +87,9 @@ class ReachedParameters:
             ) from error
 
     def accumulates(self) -> bool:
-        """Whether the graph task accumulates gradients below the node that it executes now; ``autograd.grad`` does not.
+        """Whether the graph task accumulates gradients below the node that it executes; ``autograd.grad`` does not.
 
-        Asked of the first leaf that is found there.
+        The first leaf that is found below the node decides.
         """
         below, seen = [current_node()], set()
         while below:
@@ -105,27 +105,27 @@ class ReachedParameters:
         return False
 
 
-_MOST_SEQUENCES = 64  # that are remembered: of graphs that change there is no end
+_MOST_SEQUENCES = 64  # that are cached; graphs that change would add new ones for ever
 PostHook = Callable[[nn.Parameter], object]
 
 
 class GradHook(functools.partial[None]):
-    """Our own hook: calls ``on_accumulated(owner, index, parameter)``, and holds the owner weakly.
+    """The library's hook: calls ``on_accumulated(owner, index, parameter)``, and holds the owner weakly.
 
-    It is a ``partial`` because a call from autograd then costs one Python frame, which is most of what a small
-    parameter costs.
+    It is a ``partial``, so that a call from autograd costs one Python frame instead of two. For a small parameter the
+    frame is most of the cost.
     """
 
     __slots__ = ()
 
     def register(self, parameter: nn.Parameter) -> RemovableHandle:
-        """Register on ``parameter``, before the user's hooks: we have to know first that a backward is on."""
+        """Register on ``parameter`` before the user's hooks, so that it sees a new backward before they run."""
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self)
         table = _table(parameter)
         if len(table) == 1:
             return handle
         others = [(key, hook) for key, hook in table.items() if hook is not self]
-        table.clear()  # not move_to_end(), which changes an order that autograd does not look at
+        table.clear()  # move_to_end() would not change the order in which autograd calls hooks
         table[handle.id] = self
         for key, hook in others:
             owner = _owner_of(hook)
@@ -135,7 +135,7 @@ class GradHook(functools.partial[None]):
 
 
 def owners_of(parameters: Iterable[nn.Parameter]) -> list[Owner]:
-    """The owners that the hooks on any of these parameters call."""
+    """The owners of the library's hooks on these parameters."""
     owners = {id(owner): owner for parameter in parameters for owner in _owners(parameter)}
     return list(owners.values())
 
@@ -143,7 +143,7 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[Owner]:
 class _RecordedArrivals(list[nn.Parameter]):
     """The parameters whose gradients arrived while hooks were recording.
 
-    Its ``append`` is put into hook tables; :func:`_owner_of` recognizes it there.
+    Its ``append`` is put into hook tables, where :func:`_owner_of` recognizes it.
     """
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
@@ -152,20 +152,20 @@ class _RecordedArrivals(list[nn.Parameter]):
 
 
 class GradHooks:
-    """Our hooks on the parameters of one module; each calls ``on_accumulated(owner, index, parameter)``.
+    """The library's hooks on the parameters of one module; each calls ``on_accumulated(owner, index, parameter)``.
 
-    Once a backward is known to be under way, most of them need not call back: they can *record*. An arrival then costs
-    one call of a C function, a tenth of a Python one, and is read later.
+    During a known backward most hooks need not call back: they *record*. An arrival then costs one call of a C
+    function, a tenth of a Python call, and is read later.
 
     Args:
         parameters: The parameters.
-        on_accumulated: Called with an arrival.
-        owner: Held weakly.
+        on_accumulated: Called for each arrival.
+        owner: The first argument of ``on_accumulated``; held weakly.
 
     Attributes:
-        streams: Those that gradients arrive on; None on CPUs.
-        reached: Returns the parameters whose gradients the backward that runs on this thread will accumulate.
-        accumulates: Tells whether the graph task that runs on this thread accumulates gradients.
+        streams: The CUDA streams that gradients are accumulated on; None on CPUs.
+        reached: Returns the parameters that the backward running on this thread will reach.
+        accumulates: Tells whether the graph task running on this thread accumulates gradients.
     """
 
     def __init__(
@@ -178,7 +178,8 @@ class GradHooks:
         self._hooks: dict[int, tuple[dict[int, Any], int, GradHook]] = {}
         self._recording = _HookEntries((), (), {})
         self._is_recording = False
-        self._sequences: dict[int, tuple[list[nn.Parameter], list[int]]] = {}  # what was recorded, by its first one
+        # Recorded sequences and their indices, by the identity of the first parameter.
+        self._sequences: dict[int, tuple[list[nn.Parameter], list[int]]] = {}
         for i, parameter in enumerate(parameters):
             if parameter.requires_grad:
                 hook = GradHook(on_accumulated, owner, i)
@@ -192,7 +193,7 @@ class GradHooks:
         self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
 
     def remove(self) -> None:
-        """Take our hooks off the parameters."""
+        """Remove the library's hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -200,10 +201,10 @@ class GradHooks:
         self._recording = _HookEntries((), (), {})
 
     def start_recording(self, indices: Sequence[int], without: Collection[int] = ()) -> None:
-        """Only record the arrivals of these parameters, and call nothing, until :meth:`stop_recording`.
+        """Record the arrivals of these parameters instead of calling back, until :meth:`stop_recording`.
 
-        Those in ``without`` are not recorded, nor those of unknown streams. It is to be the same object while it is the
-        same ones.
+        Parameters in ``without``, and those whose stream is not known yet, go on calling back. Pass the same object as
+        ``without`` as long as its content is the same: it is compared by identity.
         """
         if self._is_recording:
             self.stop_recording()
@@ -217,18 +218,18 @@ class GradHooks:
         self._is_recording = True
 
     def stop_recording(self) -> None:
-        """Call ``on_accumulated`` again for every arrival."""
+        """Call back for every arrival again."""
         if self._is_recording:
             self._is_recording = False
             self._recording.put(self._recording.hooks)
 
     def take_recorded(self) -> list[int]:
         """The parameters that were recorded since the last call, in order of arrival."""
-        count = len(self._recorded)  # another thread may be at work
+        count = len(self._recorded)  # another thread may append meanwhile
         recorded, self._recorded[:count] = self._recorded[:count], []
         if not recorded:
             return []
-        # As mostly, the same in the same order as in another backward: to look up each takes ten times as long.
+        # Mostly an earlier backward has had the same sequence. Looking up each index would take ten times as long.
         known = self._sequences.get(id(recorded[0]))
         if known is None or len(known[0]) != len(recorded) or not all(map(is_, known[0], recorded)):
             if len(self._sequences) >= _MOST_SEQUENCES:
@@ -237,15 +238,15 @@ class GradHooks:
         return known[1].copy()
 
     def expected(self, arrived: int) -> list[int]:
-        """As :attr:`reached`, once the backward has accumulated the gradient of parameter ``arrived``.
+        """The parameters that this backward will reach, which has accumulated the gradient of parameter ``arrived``.
 
         Raises:
             TorchChangedError: Autograd refuses to answer.
         """
         if reached := self.reached(has_accumulated=True):
             return reached
-        self.refresh(range(len(self._index)))  # our nodes were not those that autograd uses
-        # The graph may be older than a cast, and have other nodes: what else it brings comes late, and is repaired.
+        self.refresh(range(len(self._index)))  # autograd uses other nodes than those held here
+        # If the graph is older than a cast, its nodes stay unknown: the other gradients go into the second round.
         return self.reached(has_accumulated=True) or [arrived]
 
     def refresh(self, indices: Sequence[int]) -> None:
@@ -255,7 +256,7 @@ class GradHooks:
             self.streams.forget_streams(indices)
 
     def check(self, rank: int) -> None:
-        """Raise :class:`UnusableError` where a CUDA graph is being captured."""
+        """Raise :class:`UnusableError` if a CUDA graph is being captured."""
         if self.streams is not None and self.streams.is_capturing():
             raise UnusableError(
                 f"rank {rank}: a CUDA graph is being captured, and what each backward sends is agreed on anew, which a "
@@ -264,9 +265,9 @@ class GradHooks:
 
 
 class _HookEntries:
-    """The entries of hook tables at which arrivals are recorded; kept while it is those of the same parameters.
+    """The entries of hook tables at which arrivals are recorded; cached while the parameters are the same.
 
-    ``hooks`` has for each parameter that has one its table, the key in there and our hook.
+    ``hooks`` has for each hooked parameter its hook table, the key of the library's hook in it, and that hook.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class _HookEntries:
         self._keys = [key for _, key, _ in entries]
 
     def put(self, hooks: Iterable[Any]) -> None:
-        """Put each of ``hooks`` into its entry, if that is still there."""
+        """Put each of ``hooks`` into its entry, if the entry still exists."""
         if all(map(contains, self._tables, self._keys)):
             deque(map(setitem, self._tables, self._keys, hooks), maxlen=0)
             return
@@ -293,7 +294,7 @@ class _HookEntries:
 
 
 class _DeferredHook:
-    """A user's hook, deferred: replaces it in the parameter's hook table, so that its handle still removes it."""
+    """A deferred user's hook. It replaces the hook in the parameter's hook table, so the handle still removes it."""
 
     def __init__(self, hook: PostHook) -> None:
         self.hook = hook
@@ -305,16 +306,16 @@ class _DeferredHook:
 
 
 class UserGradHooks:
-    """The user's hooks on the parameters of one module; one waits while any wrapper with its parameter synchronizes."""
+    """The user's hooks on the parameters of one module; deferred while a wrapper with the parameter synchronizes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             tables = [post_accumulate_hooks(parameter) for parameter in parameters]
             is_frozen = [not parameter.requires_grad for parameter in parameters]
-        # One without a table needs no gradient: where that changes, the module is looked at anew.
+        # A parameter without a table needs no gradient. When that changes, the wrapper makes a new UserGradHooks.
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
         self._just_tables = [table for i, _, table in self._tables if not is_frozen[i]]
-        self._frozen_tables = [table for i, _, table in self._tables if is_frozen[i]]  # which have no hook of ours
+        self._frozen_tables = [table for i, _, table in self._tables if is_frozen[i]]  # without the library's hook
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -324,9 +325,9 @@ class UserGradHooks:
         """Whether :meth:`run` has anything to call."""
 
     def defer(self) -> None:
-        """Defer also the hooks that were registered since the last call."""
+        """Defer the hooks that were registered since the last call."""
         self._hooked.clear()
-        has_others = max(map(len, self._just_tables), default=0) > 1 or any(self._frozen_tables)  # than ours
+        has_others = max(map(len, self._just_tables), default=0) > 1 or any(self._frozen_tables)  # any user's hooks
         for i, parameter, table in self._tables if has_others else ():
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
@@ -337,9 +338,9 @@ class UserGradHooks:
         self.exist = bool(self._hooked or self._optimized)
 
     def run(self, averaged: bytes, turn: Turn | None) -> None:
-        """Call the hooks of the parameters in ``averaged``: one byte a parameter, whether there is an average.
+        """Call the hooks of the parameters in ``averaged``: one byte a parameter, whether its average is in ``.grad``.
 
-        ``turn`` knows whose hooks were called already, for another wrapper.
+        ``turn`` has the parameters whose hooks another wrapper has called already.
         """
         due = {id(parameter) for i, parameter in (*self._hooked, *self._optimized) if averaged[i]}
         if turn is not None:
@@ -358,7 +359,7 @@ class UserGradHooks:
 
 
 def _owner_of(hook: Any) -> weakref.ref[Owner] | None:
-    """The owner that ``hook`` calls; None for a user's hook."""
+    """The owner of a hook of the library; None for a user's hook."""
     if isinstance(hook, GradHook):
         owner: weakref.ref[Owner] = hook.args[0]
         return owner
@@ -378,7 +379,7 @@ def _owners(parameter: nn.Parameter) -> Iterator[Owner]:
 
 def _table(parameter: nn.Parameter) -> dict[int, Any]:
     table = post_accumulate_hooks(parameter)
-    assert table is not None, "there is a hook of ours"
+    assert table is not None, "the library has a hook on it"
     return table
 
 
@@ -386,7 +387,7 @@ logger = logging.getLogger("ppe_ddp")
 
 _STATUS_BITS = 2
 _MODULUS = 1 << (8 - _STATUS_BITS)
-_MOST_OUTPUTS = 64  # that are looked at
+_MOST_OUTPUTS = 64  # that will_be_reached() looks at
 
 
 class ForwardCounter:
@@ -401,35 +402,35 @@ class ForwardCounter:
         self._is_executed = node_is_executed()
 
     def watch(self, outputs: Iterable[Tensor], on_backward: Callable[[], None], *, counts: bool) -> None:
-        """Call ``on_backward`` when a backward reaches any of ``outputs``, those of one forward.
+        """Call ``on_backward`` when a backward reaches any of ``outputs``, the tensors of one forward.
 
         Args:
-            outputs: Those that are not differentiable are passed over.
-            on_backward: Called with every gradient of them.
-            counts: Whether the forward counts as dropped if none does.
+            outputs: The tensors; those without a graph are skipped.
+            on_backward: Called for each gradient of an output.
+            counts: Whether the forward counts as dropped if no backward reaches it.
         """
         hook = None
         for output in outputs:
             if output.grad_fn is not None:
                 if hook is None:
                     self._count += 1
-                    # A checkpoint that computes a forward once more, in backward, uses nothing of its outputs.
+                    # A checkpoint that recomputes a forward in backward does not use its outputs.
                     is_repeated = not counts or is_in_backward()
                     hook = _OutputHook(self, self._count, on_backward, is_reached=is_repeated)
-                register_first_hook(output, hook)  # one of the model's own may raise
+                register_first_hook(output, hook)  # before the model's own hooks, which may raise
                 self._outputs.append(weakref.ref(output))
 
     def will_be_reached(self) -> bool:
-        """Whether the running backward is going to reach an output of the last forwards that is still referred to."""
+        """Whether the running backward will reach an output of a recent forward that is still alive."""
         nodes = (output.grad_fn for reference in self._outputs if (output := reference()) is not None)
         return any(node is not None and self._is_executed(node) for node in nodes)
 
     def count_dropped(self, *, excuses: bool) -> int:
-        """The number of forwards so far that no backward has reached, nor can reach; called by each synchronization.
+        """The number of dropped forwards so far; called once by each synchronization.
 
         Args:
-            excuses: Whether the synchronization has no backward (``finish_grad_sync()``): then the forwards before it
-                do not count.
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``). Forwards before it then do
+                not count as dropped.
         """
         if excuses:
             self._excused = self._count
@@ -444,7 +445,7 @@ class ForwardCounter:
 
 
 class _OutputHook:
-    """A hook on the outputs of one forward; lives as long as their graph, or they themselves."""
+    """A hook on the outputs of one forward; lives as long as the outputs or their graph."""
 
     __slots__ = ("_forwards", "_is_reached", "_number", "_on_backward")
 
@@ -463,12 +464,12 @@ class _OutputHook:
         self._on_backward()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_reached", True):  # an interrupt may have kept it from being made
+        if not getattr(self, "_is_reached", True):  # True if an interrupt has ended __init__()
             self._forwards._drop(self._number)
 
 
 class DroppedForwards:
-    """Compares how many forwards each rank has dropped, at each synchronization, and warns where they differ."""
+    """Compares the ranks' numbers of dropped forwards at each synchronization, and warns once if they differ."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -476,7 +477,7 @@ class DroppedForwards:
         self._has_warned = False
 
     def unpack(self, extra: bytes) -> bytes:
-        """Unpack the bytes of :func:`pack_status`, one a rank, and warn once where the counts stay different.
+        """Unpack the bytes of :func:`pack_status`, one a rank, and warn once if the counts differ twice in a row.
 
         Returns:
             The statuses.
@@ -486,7 +487,8 @@ class DroppedForwards:
             return extra
         counts = [byte >> _STATUS_BITS for byte in extra]
         differ = min(counts) != max(counts)
-        # Once is not enough: a graph in a reference cycle goes when the garbage is collected, on each rank in its time.
+        # One difference is not enough: the garbage collector frees a graph in a reference cycle, and it runs at another
+        # time on each rank.
         if differ and self._has_differed and not self._has_warned:
             self._has_warned = True
             logger.warning(_warning(self._rank, counts))

@@ -1,4 +1,4 @@
-"""Reads, takes and sets the ``.grad`` of the parameters."""
+"""Reads, takes and sets the ``.grad`` of the parameters, also of DTensors; looks for NaN."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Owns the buffers and all access to ``.grad``; gradients arrive on ``streams``, which are None on CPUs."""
+    """Owns the buffers and all access to ``.grad``. Gradients are accumulated on ``streams``; None on CPUs."""
 
     def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
         self._parameters: Sequence[nn.Parameter] = module_state.parameters
         self._specs = module_state.specs
         self._streams = streams
         distributed = DistributedGradients(module_state.distributed, module_state.names)
-        # None where there are none: asked for every gradient
+        # None if no parameter is a DTensor: it is looked at for every gradient.
         self._distributed = distributed if distributed else None
         self.buffers = MemoryPool(allocate)
         self.shared: list[int] = []
-        """Parameters whose gradients were one piece of memory when the last backward began."""
+        """Parameters whose gradients shared their memory with another one's when the last backward began."""
         self.stays_in_place = False
-        """Whether a gradient then lay in memory that the user holds as well: the average is to be written there."""
+        """Whether a gradient then lay in memory that the user holds as well, so that averages are written there."""
 
     def existing(self, reached: bytes | bytearray) -> bytes:
-        """One byte a parameter: whether it is in ``reached``, or has a gradient already that is not averaged shards."""
+        """One byte a parameter: whether it is in ``reached`` or already has a gradient, other than averaged shards."""
         mask = bytearray(reached)
         grads = list(map(GRADIENT, self._parameters))
         self.shared, self.stays_in_place = [], False
@@ -62,18 +62,18 @@ class Gradients:
         return bytes(mask)
 
     def _find_shared_memory(self, held: list[tuple[int, Tensor]]) -> None:
-        """Find out which gradients from before this backward share their memory, and with whom."""
+        """Set :attr:`shared` and :attr:`stays_in_place` for the gradients from before this backward."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
         addresses = [gradient.data_ptr() for _, gradient in dense]
         bounds = self.buffers.bounds()
         others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
         self.stays_in_place = any(storage_users(dense[k][1]) > 1 for k in others)
         if len(set(addresses)) < len(addresses):
-            counts = Counter(filter(None, addresses))  # without elements there is no address
+            counts = Counter(filter(None, addresses))  # an empty tensor has the address 0
             self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
-        """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None where there is none."""
+        """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None for a missing gradient."""
         parameters = self._parameters
         taken: list[Tensor | None] = list(map(GRADIENT, map(parameters.__getitem__, indices)))
         if self._distributed is not None:
@@ -90,24 +90,24 @@ class Gradients:
                 continue
             if gradient.is_sparse and not self._specs[indices[k]].sparse:
                 taken[k] = gradient.to_dense()
-            elif indices[k] in self.shared:  # averages may differ, and each needs a place of its own
+            elif indices[k] in self.shared:  # the averages may differ, so each needs its own memory
                 taken[k] = gradient.clone()
         return taken
 
     def take_present(self, indices: Sequence[int]) -> dict[int, Tensor]:
-        """Those of :meth:`take` that are there, by parameter index."""
+        """As :meth:`take`, but only the gradients that exist, by parameter index."""
         found = zip(indices, self.take(indices), strict=True)
         return {i: gradient for i, gradient in found if gradient is not None}
 
     def hand_over(self, indices: Sequence[int], gradients: list[Tensor]) -> None:
-        """Set ``.grad`` to these averages; add them where there is a gradient already."""
+        """Set ``.grad`` to these averages, or add them to a gradient that is there already."""
         parameters = self._parameters
         for i, gradient in zip(indices, gradients, strict=True):
             if self._distributed is not None:
                 gradient = self._distributed.whole(i, gradient)
             parameter = parameters[i]
             there = parameter.grad
-            # Shards are those of an optimizer that another wrapper had: this one hands over all of it.
+            # A ShardedGradient is left from another wrapper with a DistributedOptimizer; this average is whole.
             if there is None or type(there) is ShardedGradient:
                 parameter.grad = gradient
             else:
@@ -115,7 +115,7 @@ class Gradients:
 
     @torch.no_grad()
     def put_back(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        """Put this rank's own gradients back into ``.grad``; add what has arrived there since."""
+        """Put this rank's own gradients back into ``.grad``, and add gradients that have arrived there since."""
         for i, gradient in gradients:
             if self._distributed is not None:
                 gradient = self._distributed.whole(i, gradient)
@@ -153,10 +153,10 @@ class DistributedGradients:
 
     A gradient often has other placements than its parameter: partial sums for the norms of sequence parallelism, all
     rows for a sharded embedding. Redistributing communicates within the parameter's own mesh. All ranks of that mesh go
-    through the same graph, so they do it in the same order where autograd accumulates, and in none where a bucket is
-    launched.
+    through the same graph, so autograd accumulates in the same order on them; buckets are launched in no such order.
+    Hence a gradient is redistributed when it is accumulated, not when its bucket is launched.
 
-    It has the ``parameters`` that are DTensors, by their index.
+    ``parameters`` are those that are DTensors, by their index.
     """
 
     def __init__(self, parameters: Mapping[int, Any], names: Sequence[str]) -> None:
@@ -165,14 +165,14 @@ class DistributedGradients:
         self._with_graph: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
-        """Whether there is any DTensor among the parameters."""
+        """Whether any parameter is a DTensor."""
         return bool(self._parameters)
 
     def local(self, index: int, gradient: Any) -> Tensor:
         """The local tensor of the gradient of parameter ``index``.
 
         Raises:
-            ValueError: Somebody has set a gradient that is no DTensor of the parameter's mesh and placements.
+            ValueError: The gradient is no DTensor with the parameter's placements.
         """
         parameter = self._parameters.get(index)
         if parameter is None:
@@ -191,7 +191,10 @@ class DistributedGradients:
             return gradient.to_local()  # type: ignore[no-any-return]
 
     def whole(self, index: int, gradient: Tensor) -> Tensor:
-        """A DTensor like parameter ``index`` whose local tensor is ``gradient``; the very one that had a graph."""
+        """A DTensor like parameter ``index`` with the local tensor ``gradient``.
+
+        If :meth:`local` has taken ``gradient`` out of a DTensor with a graph, it returns that DTensor.
+        """
         parameter = self._parameters.get(index)
         if parameter is None:
             return gradient
@@ -213,16 +216,16 @@ class DistributedGradients:
 class GradientStreams:
     """The CUDA streams that gradients are accumulated on.
 
-    autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
-    node was made, and the stream of whoever called ``backward()`` waits for all of these only at the end. In between,
-    gradients are read from hooks, on the stream and the thread of whichever parameter happened to be the last. So there
-    is one rule: before gradients are read, the reading stream waits for every stream that gradients are accumulated on,
-    and their memory is not reused before the reading stream is through with it.
+    Autograd accumulates the gradient of a parameter on the stream that was current when the parameter's accumulation
+    node was made. The stream that has called ``backward()`` waits for these streams only at the end. Before that, a
+    hook reads gradients on the thread and stream of the parameter that has arrived last. So there is one rule. Before
+    gradients are read, the reading stream waits for every stream that gradients are accumulated on, and their memory is
+    not reused before the reading stream has read it.
 
     Args:
         parameters: The parameters. Those on CPUs are ignored.
         device: The functions of CUDA; tests pass a stand-in.
-        kind: The type of its devices.
+        kind: The device type.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: CudaDevice | None = None, kind: str = "cuda") -> None:
@@ -233,7 +236,7 @@ class GradientStreams:
 
     @staticmethod
     def of(parameters: Sequence[Tensor]) -> GradientStreams | None:
-        """The streams of ``parameters``; None where all of them are on CPUs, which have no streams."""
+        """The streams of ``parameters``; None if all are on CPUs, which have no streams."""
         return GradientStreams(parameters) if any(parameter.is_cuda for parameter in parameters) else None
 
     def is_capturing(self) -> bool:
@@ -241,9 +244,9 @@ class GradientStreams:
         return self._api.is_capturing()
 
     def note_stream(self, index: int) -> None:
-        """Note the current stream as that of parameter ``index``; called where and when its gradient arrives.
+        """Note the current stream as that of parameter ``index``; called in the hook when its gradient arrives.
 
-        It stays the same until the parameter gets another node, see :meth:`forget_streams`.
+        The stream stays the same until the parameter gets another node (:meth:`forget_streams`).
         """
         device = self._devices[index]
         if device is None or index in self._stream_of:
@@ -253,16 +256,16 @@ class GradientStreams:
             self._seen[device].append(stream)
 
     def knows_stream(self, index: int) -> bool:
-        """Whether the stream of parameter ``index`` is known, or there is none."""
+        """Whether the stream of parameter ``index`` is known, or the parameter is on a CPU."""
         return self._devices[index] is None or index in self._stream_of
 
     def forget_streams(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters may arrive on other streams from now on."""
+        """Forget the streams of these parameters, whose gradients may arrive on other ones from now on."""
         for i in indices:
             self._stream_of.pop(i, None)
 
     def wait_for_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Let this thread's current streams wait for the streams of gradients, before they read ``gradients``."""
+        """Let this thread's current streams wait for all accumulation streams, before they read ``gradients``."""
         for device, seen in self._seen.items():
             current = self._api.current_stream(device)
             others = [stream for stream in seen if stream != current]
@@ -276,24 +279,24 @@ class GradientStreams:
 
 
 NON_FINITE = 2
-"""The bit of a rank's status in the vote."""
+"""The bit for NaN and infinity in a rank's status in the vote."""
 _FEW = 1 << 12  # elements
 _LARGE_BYTES = 16 << 10  # from this mean size on, sums are faster than the fused norm
-_NAMED_RANKS = 4  # one exchange each
-_NAMED = 5  # parameters of each
+_NAMED_RANKS = 4  # that the error names; each costs an exchange
+_NAMED = 5  # parameters that the error names of each rank
 
 
 class FiniteCheck:
     """Looks for NaN and infinity in the gradients of one backward before they are sent, and names them on all ranks.
 
-    A look is a sum of each gradient, or one fused norm of many small ones, while these are in the cache: not finite
-    where one of its numbers is not. All the sums are looked at together before the vote, and only where one is not
-    finite each gradient, element by element, as a sum can overflow. Whether a rank has found something travels in the
-    vote, so that all ranks know of it before any average is handed over. Only where one has, they exchange which
-    parameters these are.
+    :meth:`look` computes the sum of each gradient, or one fused norm of many small ones, while they are in the cache.
+    A sum is not finite if one of its elements is not. All sums are checked together before the vote. If one is not
+    finite, each gradient is checked element by element, since a sum can overflow. The vote carries the result of each
+    rank, so all ranks know of it before any average is handed over. The names of the parameters are exchanged only if a
+    rank has found something.
 
     Args:
-        names: Of all parameters.
+        names: The names of all parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -304,12 +307,12 @@ class FiniteCheck:
 
     @property
     def status(self) -> int:
-        """The status of this rank for the vote: :data:`NON_FINITE` if it has found something, else 0."""
+        """This rank's status for the vote: :data:`NON_FINITE` if it has found something, else 0."""
         self._decide()
         return NON_FINITE if self._found else 0
 
     def look(self, indices: Iterable[int], gradients: Iterable[Tensor | None]) -> None:
-        """Look at the gradients of these parameters, which stay as they are until the vote. On a GPU the host waits."""
+        """Look at the gradients of these parameters, which must not change before the vote. On a GPU the host waits."""
         present = {i: _values(gradient) for i, gradient in zip(indices, gradients, strict=True) if gradient is not None}
         present = {i: values for i, values in present.items() if values.is_floating_point() or values.is_complex()}
         if not present:
@@ -321,7 +324,7 @@ class FiniteCheck:
             self._decide()
 
     def _decide(self) -> None:
-        """Find out which of the gradients that were looked at are not finite."""
+        """Find out which gradients of the calls of :meth:`look` are not finite."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for total in self._totals:
             by_device.setdefault(total.device, []).append(total)
@@ -331,7 +334,7 @@ class FiniteCheck:
         self._totals.clear()
 
     def is_fine_alone(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Look at ``.grad`` of all parameters of one rank alone; whether all is finite."""
+        """Look at ``.grad`` of all parameters; returns whether all are finite. For a group of one rank."""
         self.look(range(len(parameters)), [parameter.grad for parameter in parameters])
         return self.status == 0
 
@@ -340,8 +343,8 @@ class FiniteCheck:
     ) -> Generator[Probe | None, None, NonFiniteGradientError]:
         """Exchange the names, as steps on all ranks, and make the error for them.
 
-        ``statuses`` are those that the ranks have voted, of which one at least has :data:`NON_FINITE`. The masks of
-        ``negotiation`` are of the parameters ``indices``; by default of all.
+        ``statuses`` has each rank's status from the vote; at least one has :data:`NON_FINITE`. The masks of
+        ``negotiation`` have the parameters ``indices``; by default all.
         """
         ranks = [rank for rank, status in enumerate(statuses) if status & NON_FINITE]
         indices = range(len(self._names)) if indices is None else indices
@@ -355,7 +358,7 @@ class FiniteCheck:
         return self._error(places, len(ranks), groups.world_size)
 
     def error_alone(self) -> NonFiniteGradientError:
-        """The error of one rank alone, which has no others to exchange names with."""
+        """The error in a group of one rank, which exchanges no names."""
         return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
 
     def _place(self, rank: int, names: Sequence[str]) -> str:
@@ -376,12 +379,12 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def has_nonzero(gradients: Iterable[Tensor]) -> bool:
-    """Whether this rank has anything but zeros of ``gradients``, which may be sparse or sharded."""
+    """Whether any element of ``gradients``, which may be sparse or sharded, is not zero."""
     large = []
     for gradient in gradients:
         for part in map(_values, gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]):
             is_small = part.numel() <= _FEW
-            # To count a million takes as long as to count a hundred first rows, of which one mostly does.
+            # First the first row of each large one: mostly it has a nonzero, and counting all rows takes far longer.
             if bool((part if is_small else local_tensor(part)[:1]).count_nonzero()):
                 return True
             if not is_small:
@@ -390,7 +393,7 @@ def has_nonzero(gradients: Iterable[Tensor]) -> bool:
 
 
 def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
-    """Numbers of which one is not finite where one of a gradient is not, or where these are large."""
+    """Sums or norms of ``gradients``; not all are finite if an element is not, or if elements are very large."""
     with torch.no_grad():
         if sum(gradient.nbytes for gradient in gradients) >= _LARGE_BYTES * len(gradients):
             return [gradient.sum() for gradient in gradients]

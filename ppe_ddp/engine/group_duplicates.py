@@ -1,13 +1,15 @@
 """Makes duplicates of a process group, and ends them.
 
-They are made the same on every rank: backends, options, names. The end of a group of gloo waits for gloo's threads. On
-those run the callbacks of Futures, which a function or hook may have made with the group at hand; where such a callback
-drops the last reference, the thread would wait for itself, and C++ ends the process: "Resource deadlock avoided".
+Duplicates have the same backends, options and names on every rank.
+
+The destructor of a gloo group joins gloo's threads. These threads also run the callbacks of Futures, and a callback of
+a function or hook may hold the last reference to the group. The thread would then join itself, and C++ ends the
+process: "Resource deadlock avoided". So this module holds the backend until the group object is gone:
 
     group (what Python refers to)  ──►  backend (has the threads)  ◄──  held here until the group is gone
 
-A thread of gloo also gives up an operation a moment after it was waited for. If Python is at its end by then, C++ ends
-the process: "terminate called without an active exception". So our groups end before (``Groups.end``).
+A gloo thread also drops an operation only a moment after its wait has returned. If Python has ended by then, C++ ends
+the process: "terminate called without an active exception". So duplicates end before Python does (``Groups.end``).
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ if TYPE_CHECKING:
 
 
 class Life(enum.Enum):
-    """What can be done with the groups of a wrapper."""
+    """The life cycle of a wrapper's groups."""
 
     BORROWED = enum.auto()
-    """They are the user's own, and stay open whatever happens."""
+    """They are the user's group itself, which is never closed."""
     OPEN = enum.auto()
-    """They are duplicates of it, which can be used."""
+    """They are duplicates, and can be used."""
     CLOSED = enum.auto()
-    """A rank has failed: they have to be made anew."""
+    """A rank has failed, so they have to be made anew."""
     UNUSABLE = enum.auto()
     """They cannot be made anew."""
     ENDED = enum.auto()
-    """Python ends."""
+    """Python is ending."""
 
 
 LIFE_BEFORE: dict[Life, tuple[Life, ...]] = {
@@ -70,7 +72,7 @@ LIFE_BEFORE: dict[Life, tuple[Life, ...]] = {
     Life.UNUSABLE: (Life.CLOSED,),
     Life.ENDED: tuple(Life),
 }
-"""From where each is entered."""
+"""The states from which each state may be entered."""
 
 
 def duplicates(
@@ -81,28 +83,28 @@ def duplicates(
     shared_memory: bool,
     before_each: Callable[[str], object] = bool,
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """Make groups of the ranks of ``parent`` for buckets and for masks, with all of them.
+    """Make two groups of the ranks of ``parent``, one for buckets and one for masks. Collective.
 
     Args:
         parent: The group.
-        backends: Its backends by type of device.
+        backends: Its backends by device type.
         name: New, and the same on every rank.
-        shared_memory: Whether to use shared memory where the parent serves CPU tensors by gloo.
-        before_each: Called with the name of each group before it is made: gloo waits there for ranks that do not come.
+        shared_memory: Whether to use shared memory if the parent serves CPU tensors by gloo.
+        before_each: Called with the name of each group before it is made, to wait for all ranks: gloo would block.
     """
     if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
-        # gloo in C++ compares nothing; shm without shared memory is gloo, and does
+        # gloo in C++ does not compare collectives; the backend shm does, and without shared memory it sends by gloo.
         return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory), before_each)
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
-    # torch would give them to every backend of a mixed group, and no other understands them.
+    # torch would pass these options to every backend of a mixed group, and the other backends reject them.
     is_mixed = len(set(backends.values())) > 1
     config = str(dist.get_backend_config(parent))
     buckets = _new_group(
         parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets(), before_each
     )
-    # Only what serves CPUs: a second communicator of NCCL would take memory of the GPU for nothing.
+    # Masks are CPU tensors: a second NCCL communicator would only take GPU memory.
     control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control(), before_each)
     end_on_threads_of_python([buckets, control])
     return buckets, control
@@ -111,7 +113,7 @@ def duplicates(
 def _over_shm(
     parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before_each: Callable[[str], object]
 ) -> tuple[ProcessGroup, ProcessGroup]:
-    """The same, with the backend ``shm`` for CPU tensors."""
+    """Make the duplicates with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
     buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before_each)
@@ -119,29 +121,29 @@ def _over_shm(
 
 
 def _exists(kind: str) -> bool:
-    """Whether this process may have tensors on such a device: gloo serves more kinds than there are."""
+    """Whether this process has devices of this type: gloo also lists types that are not available."""
     return bool(torch.get_device_module(kind).is_available())
 
 
 def _config(backends: dict[str, str], config: str) -> str:
-    """The name alone of the backend that serves all devices, where it stands for the same; else ``config``.
+    """The backend's name alone, if it stands for the same backends as ``config``; else ``config``.
 
-    For a config of several entries torch sets no default backend once any backend is registered, save for NCCL and the
-    one that was registered first, and warns of that when the group is destroyed.
+    Once a backend was registered, torch sets no default backend for a config of several entries, except for NCCL and
+    the backend that was registered first. It then warns when the group is destroyed.
     """
     name = backends.get("cpu", "")
     return name if name and backends_named(name) == backends else config
 
 
 def _options(group: ProcessGroup) -> Any:
-    """The options of the backend that serves CPUs, if it has them as an attribute."""
+    """The ``pg_options`` of the backend that serves CPUs, or None."""
     return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
 
 
 def _new_group(
     parent: ProcessGroup, config: str, name: str, options: Any, before: Callable[[str], object]
 ) -> ProcessGroup:
-    """A group of the ranks of ``parent``, made by these alone, once ``before`` was called with its name."""
+    """Call ``before`` with the name, and make a group of the ranks of ``parent``, which only these ranks do."""
     before(name)
     ranks = dist.get_process_group_ranks(parent)
     return new_group_named(f"{_prefix(parent)}{name}", ranks, timeout_of(parent), config, options)
@@ -152,13 +154,13 @@ def _prefix(parent: ProcessGroup) -> str:
 
 
 def registered_duplicates(parent: ProcessGroup, name: str) -> list[ProcessGroup]:
-    """Those of this ``name`` that :func:`duplicates` has made before it was interrupted."""
+    """The groups of this ``name`` that :func:`duplicates` had made when it was interrupted."""
     names = [f"{_prefix(parent)}{kind}/{name}" for kind in ("buckets", "control")]
     return [group for group, _ in registered_groups() if group.group_name in names]
 
 
 def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DisagreementError where not all ranks want the same of their duplicates; ``wanted`` has options by rank."""
+    """Raise DisagreementError unless all ranks want the same duplicates; ``wanted`` has the options of each rank."""
     for option in wanted[0]:
         values = [one.get(option) for one in wanted]
         if len(set(values)) > 1:
@@ -167,7 +169,7 @@ def check_wanted(rank: int, wanted: Sequence[Mapping[str, Any]]) -> None:
 
 
 def backends_of(group: ProcessGroup) -> dict[str, str]:
-    """The backends of ``group`` by type of device; empty for one that torch.distributed did not make."""
+    """The backends of ``group`` by device type; empty for a group that torch.distributed did not make."""
     config = str(dist.get_backend_config(group)) if is_registered(group) else ""
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
@@ -180,22 +182,22 @@ def is_over_gloo(group: ProcessGroup) -> bool:
 
 
 def close(groups: list[ProcessGroup]) -> dict[str, Release]:
-    """Close the connections of these, so that ranks that wait in them leave with an error; empties the list.
+    """Close the connections of ``groups``, so that ranks that wait in them leave with an error; empties the list.
 
-    torch has forgotten them when this returns, on every rank that has closed them: it names a group that only its ranks
-    make by how many groups each of them has.
+    torch unregisters the groups before this returns. It derives the names of new groups from the number of registered
+    ones, so that number must be the same on all ranks.
 
     Returns:
-        What is to be called on all ranks together, when all have closed theirs, by the name of the group: MPI has only
-        so many communicators.
+        By the name of each group a function that frees its resources, such as MPI communicators. All ranks have to call
+        it together, when all have closed the group.
     """
     releases: dict[str, Release] = {}
     for group in groups:
-        if type(group) is not ProcessGroup:  # written in Python: it tells the others by itself
+        if type(group) is not ProcessGroup:  # a group written in Python tells the other ranks
             group.abort()
         if isinstance(group, PythonGroup):
             releases[group.group_name] = group.release
-        elif is_registered(group) and "cpu" in device_types(group):  # destroyed by the user meanwhile, or NCCL's alone
+        elif is_registered(group) and "cpu" in device_types(group):  # not destroyed by the user, and not NCCL alone
             keys = WrittenKeys(store_of(group))
             keys.note(address_key_in_group(group.rank()))
             releases[group.group_name] = functools.partial(_delete, keys)
@@ -207,10 +209,10 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
 
 
 def release_all(releases: dict[str, Release], exchange: Callable[[str, Any], list[Any]]) -> None:
-    """Give back what closed groups have; every rank calls this when all have closed theirs; empties the table.
+    """Free the resources of closed groups; empties the table. All ranks call this together, once all have closed them.
 
-    A group that not all ranks have made, as one was interrupted, or released, is let go as it is. ``exchange`` brings a
-    word of each rank, under a name, to all.
+    A group that some rank did not make (it was interrupted), or has released already, is dropped without that.
+    ``exchange(name, word)`` returns the words of all ranks.
     """
     known = exchange("names", list(releases))
     for name in [name for name in known[0] if all(name in names for names in known)]:
@@ -228,14 +230,14 @@ def _exchange_in(exchange: Callable[[str, Any], list[Any]], name: str, what: str
 
 
 def destroy(groups: list[ProcessGroup]) -> None:
-    """Destroy these; empties the list. Their connections end with the last references."""
+    """Destroy ``groups``; empties the list. The connections end with the last references."""
     while groups:
         with contextlib.suppress(RuntimeError, ValueError):  # destroyed by the user meanwhile
             destroy_group(groups.pop())
 
 
 def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
-    """Let each of ``groups`` end on a thread of Python's; those that are written in Python are left alone."""
+    """Let each of ``groups`` end on a Python thread; groups that are written in Python are left alone."""
     for group in groups:
         if type(group) is ProcessGroup:
             backends = [backend_for(group, torch.device(kind)) for kind in device_types(group)]
@@ -243,21 +245,21 @@ def end_on_threads_of_python(groups: Iterable[ProcessGroup]) -> None:
 
 
 def _let_go(backends: list[Any]) -> None:
-    """Drop what is in ``backends``, the last references; by another thread, if this one may belong to one of them."""
+    """Drop the last references to ``backends``; in another thread, if this one may be a thread of such a backend."""
     thread = threading.current_thread()
     if thread is threading.main_thread() or thread.name == CLOSING_THREAD:
         backends.clear()
         return
     try:
         threading.Thread(target=backends.clear, name="ppe_ddp-end", daemon=True).start()
-    except RuntimeError:  # Python is ending: nothing need end by itself any more
-        backends.append(backends)
+    except RuntimeError:  # Python is ending and starts no thread
+        backends.append(backends)  # a reference cycle keeps the backends alive until the process ends
 
 
 class GroupHandle:
     """Holds a process group in a module that may be copied or pickled.
 
-    A copy in the same process shares the group. In another process it is found again by its ranks, when it
+    A copy in the same process shares the group. A copy that is unpickled elsewhere finds the group by its ranks when it
     is first needed.
     """
 
@@ -266,7 +268,7 @@ class GroupHandle:
         self._ranks = ranks
 
     def group(self) -> ProcessGroup:
-        """The group; the default group if none was named.
+        """Return the group; the default group if none was named.
 
         Raises:
             ValueError: This process has no group of these ranks.

@@ -1,12 +1,12 @@
-"""A wrapper's own duplicates of the user's process group, so that no other collectives come between.
+"""A wrapper's own duplicates of the user's process group, so that the user's collectives cannot get in between.
 
-Buckets are launched at moments that differ from rank to rank. On a group that the user's own code also uses during
-backward (SyncBatchNorm, expert parallelism), the order of collectives would then differ between ranks. So a
-wrapper duplicates the user's group, as MPI programs duplicate their communicator: once for buckets, which a
-function may send from a thread of its own, and once for the small messages by which the ranks agree.
+Each rank launches buckets at other moments. If the user's code also communicates in the same group during backward
+(SyncBatchNorm, expert parallelism), the order of collectives would differ between ranks. So a wrapper duplicates the
+user's group, as MPI programs duplicate their communicator: once for buckets, which a function may send from a thread of
+its own, and once for masks and votes.
 
     duplicate ──► OPEN ──► fail: a rank has failed ──► CLOSED ──► renewing, on all ranks ──► OPEN
-                    └────► release: no wrapper uses them; the next one over this parent takes them
+                    └────► release: no wrapper uses them; the next wrapper over the same parent takes them
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ if TYPE_CHECKING:
 _NOT_STARTED = "the ranks could not start together"
 _NOT_CONNECTED = "the ranks could not connect again after a failure"
 _MOST_DUPLICATES = 1_000_000  # of one parent
-_NAP_SECONDS = 0.001  # between looks at the store, while the others come to connect again ...
-_LONGEST_PAUSE = 0.01  # ... which grow to this
+_NAP_SECONDS = 0.001  # between looks at the store, while other ranks come to connect again ...
+_LONGEST_PAUSE = 0.01  # ... and the longest such pause
 
 
 class User(Protocol):
@@ -85,7 +85,7 @@ class User(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether a collective may be under way, so that the connections must not be ended."""
+        """Whether a collective may be in flight, so that the connections must not be ended."""
         ...
 
     @property
@@ -94,12 +94,12 @@ class User(Protocol):
         ...
 
     def note_failure(self) -> None:
-        """This step has failed on this rank, behind its backward, and the others are told."""
+        """Note that this step has failed on this rank after its backward, and that the other ranks are told."""
         ...
 
 
 class _Renewing(threading.local):
-    """The groups that one thread makes anew, in the order in which it has come to them."""
+    """The groups that one thread is renewing, in the order in which it began."""
 
     def __init__(self) -> None:
         self.groups: list[Groups] = []
@@ -112,7 +112,7 @@ _RENEWING = _Renewing()
 class Groups:
     """A user's process group and its duplicates.
 
-    After a failure on some rank each closes its duplicates, and :meth:`renew` makes others, with all ranks.
+    After a failure each rank closes its duplicates, and :meth:`renewing` makes new ones, on all ranks together.
     """
 
     parent: ProcessGroup  # the group that the user named
@@ -121,32 +121,32 @@ class Groups:
     rank: int  # this process in the group
     world_size: int  # the size of the group
     pid: int  # the process that made them
-    number: int  # which duplicate of the parent this is, the same on every rank
-    generation: int = 0  # the number of the attempt that has made the duplicates anew; 0 for the first ones
-    step: int = 0  # the synchronized backwards so far; the same on every rank
-    user: Callable[[], User | None] = lambda: None  # gives the reducer that synchronizes in them, if there is one
-    # Of the ranks, as far as they can be seen.
+    number: int  # counts the duplicates of the parent, the same on every rank; 0 for the parent itself
+    generation: int = 0  # the number of the attempt that has renewed the duplicates; 0 for the first ones
+    step: int = 0  # number of synchronized backwards so far; the same on every rank
+    user: Callable[[], User | None] = lambda: None  # returns the reducer that synchronizes in them, if there is one
+    # The processes of the ranks, those of this node.
     processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
-    shared_memory: bool = False  # whether they are over shared memory where the parent is over gloo
+    shared_memory: bool = False  # whether duplicates use shared memory if the parent is over gloo
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
-        """Whether there are duplicates, which can be closed and made anew."""
+        """Whether these are duplicates, which can be closed and renewed."""
         self.is_closed = False
-        """Whether they have to be made anew."""
+        """Whether the duplicates cannot be used, as a failure has closed them."""
         self.life = Life.OPEN if self.is_duplicate else Life.BORROWED
         self.name = self.control.group_name
         self.timeout_seconds = (timeout_of(self.control) or default_pg_timeout).total_seconds()
         self._connect_failures(self.generation)
         self._renewals = Renewals(self._store, self.name, self.rank, self.world_size)
         self.is_renewing = False
-        """Whether this rank has come to make them anew, and not ended that."""
+        """Whether :meth:`renewing` is running on this rank."""
         self.gathers: weakref.WeakSet[Any] = weakref.WeakSet()
         """The ``ParameterGather`` of each optimizer that may have parameters in flight here."""
-        self._outdated: list[Failures] = []  # of the attempts since the last that has succeeded
+        self._outdated: list[Failures] = []  # of earlier generations; forgotten once a renewal succeeds
         self._reason = ""  # why they are unusable
         self._starts = 0
-        self._releases: dict[str, Release] = {}  # of the duplicates that were closed
+        self._releases: dict[str, Release] = {}  # of closed duplicates
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
@@ -156,19 +156,19 @@ class Groups:
 
     @classmethod
     def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, **wanted: Any) -> Groups:
-        """Duplicate ``parent``, or take a duplicate that no rank needs any more; every rank must call this together.
+        """Duplicate ``parent``, or take duplicates that no rank uses any more; every rank must call this together.
 
-        They are over ``shared_memory`` where the parent is over gloo. ``wanted`` has what else must be the same on all,
-        by the name that an error gives it.
+        With ``shared_memory`` they use shared memory if the parent is over gloo. ``wanted`` has further options that
+        must be the same on all ranks, by the name that an error gives them.
 
         Raises:
-            DisagreementError: On every rank, if not all give the same.
-            ValueError: A bare group on which the ranks cannot agree.
+            DisagreementError: On every rank, if their options differ.
+            ValueError: The parent is a bare group that serves no CPU tensors, so the ranks cannot agree on masks.
         """
         rank, world_size = dist.get_rank(parent), dist.get_world_size(parent)
         serves_cpu = "cpu" in device_types(parent)
         if world_size == 1 or not is_registered(parent):
-            # alone, or a bare ProcessGroup object that torch.distributed did not make and cannot copy
+            # One rank alone, or a bare ProcessGroup object, which torch.distributed did not make and cannot copy.
             if world_size > 1 and not serves_cpu:
                 raise ValueError(
                     f"rank {rank}: the process group is a bare object that serves no CPU tensors, on which the ranks "
@@ -177,7 +177,7 @@ class Groups:
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
         pool, store = _pool_of(parent), store_of(parent)
         is_first = not pool.calls
-        if is_first:  # of a group whose name another one had before, there are keys in the store
+        if is_first:  # an earlier group of the same name may have left keys in the store
             turn = first_unused(lambda turn: store.check([f"ppe_ddp/parent/{turn}"]))
             pool.calls = pool.count = (turn - 1) * _MOST_DUPLICATES
         pool.calls += 1
@@ -198,9 +198,9 @@ class Groups:
         return cls(parent, *made, rank, world_size, pid, pool.count, processes=processes, shared_memory=shared_memory)
 
     def await_start(self) -> None:
-        """Wait until all ranks have received what they start from; every rank must call this together.
+        """Wait until all ranks have received the initial parameters; every rank must call this together.
 
-        A rank whose first step fails closes its duplicates, and with them what others still receive.
+        Without it, a rank whose first step fails could close its duplicates while other ranks still receive in them.
 
         Raises:
             PeerAbortedError: Another rank has failed.
@@ -209,19 +209,20 @@ class Groups:
         if not self.is_duplicate:
             return
         self._starts += 1
-        # Of no other phase: who has seen all ranks come is a step ahead.
+        # Only failures of this phase count: a rank that has seen all others come may already fail in the next step.
         self._share(f"start/{self._starts}", "", START)
 
     def renewing(self, progress: HookProgress | None = None) -> Generator[Probe, None, None]:
-        """Make new duplicates where the old ones were closed; every rank must do this then, at its next step.
+        """Make new duplicates in place of closed ones; every rank must do this at its next step.
 
-        The ranks may come to several groups in different orders: it yields before it waits for the others to come, a
-        probe of whether it can go on. ``progress`` is that of a hook that communicates in groups of its own.
+        The ranks may come to several groups in different orders. So it yields a probe before it waits for the other
+        ranks. ``progress`` is the progress of a hook that communicates in groups of the user's.
 
         Raises:
-            PeerAbortedError: The backward of another rank has raised before it came here; the next step will do.
+            PeerAbortedError: The backward of another rank has raised before that rank came here. The next step tries
+                again.
             CommunicationError: Not all ranks have come within the group's timeout.
-            UnusableError: On all ranks: the hook has not come equally far on all of them.
+            UnusableError: On all ranks, if the hook's progress differs between them.
         """
         if not self.is_closed:
             return
@@ -235,7 +236,7 @@ class Groups:
             self._connect_again(progress)
         except BaseException as error:
             instead = self._renewal_error(error)
-            with contextlib.suppress(dist.DistError, CommunicationError):  # the store is gone; else the next step does
+            with contextlib.suppress(dist.DistError, CommunicationError):  # if the store is silent, the next step does
                 self._end_attempt(instead)
             if instead is error:
                 raise
@@ -245,16 +246,17 @@ class Groups:
             _RENEWING.groups.remove(self)
 
     def _renewal_error(self, error: BaseException) -> BaseException:
-        """The error to raise for one in :meth:`renewing`."""
+        """The error to raise in place of ``error``, which :meth:`renewing` has met."""
         what = "connecting the ranks again after a failure"
         if not isinstance(error, Exception) or isinstance(error, PeerAbortedError | UnusableError):
             return error
-        if not self._is_agreed:  # the store is gone, with the rank that has served it
+        if not self._is_agreed:
+            # A DistError comes from the store, which has gone with the rank that served it.
             return self.explained(error, what) if isinstance(error, dist.DistError) else error
         with contextlib.suppress(dist.DistError, CommunicationError):
-            if others := self.failures.of_others():  # one that was connected has closed its end since
+            if others := self.failures.of_others():  # a rank that had connected has failed and closed its end
                 return self.failures.error(others)
-        if isinstance(error, CommunicationError) and error.reason and error.ranks:  # it is yet to report that
+        if isinstance(error, CommunicationError) and error.reason and error.ranks:  # that rank has not reported it yet
             return self.failures.error([Failure(error.ranks[0], self.step + 1, "begun", error.reason)])
         failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
@@ -265,11 +267,11 @@ class Groups:
 
     @property
     def _is_agreed(self) -> bool:
-        """Whether all ranks have agreed to make the duplicates of this generation."""
+        """Whether all ranks have agreed to connect in the current attempt."""
         return self.generation == self._renewals.number
 
     def _agree(self) -> Generator[Probe, None, None]:
-        """Wait until all ranks have come to make new connections: what makes them waits for all, without an end."""
+        """Wait until all ranks have come to connect again: making a group would wait for absent ranks for ever."""
         lost: list[LostRank] = []
         outcome = yield from self._meet(lost)
         while self._is_of_before(outcome):
@@ -278,7 +280,7 @@ class Groups:
         self._accept(outcome, lost)
 
     def _meet(self, lost: list[LostRank]) -> Generator[Probe, None, MeetingOutcome]:
-        """Take part in one attempt; gives its outcome, and adds to ``lost`` the ranks that it was refused for here."""
+        """Take part in one attempt and return its outcome; adds to ``lost`` the ranks for which this rank refuses."""
         failed = self._failed_since()
         if not failed:
             self._renewals.come(self.step)
@@ -293,7 +295,7 @@ class Groups:
         try:
             yield lambda: failed or can_go_on()
         except (CommunicationError, PeerAbortedError):
-            seconds = 0.0  # none of several wrappers has moved for the whole timeout
+            seconds = 0.0  # raised in place of the wait: the timeout is over already
         progress = progress_engine(os.getpid())
         if not progress.wait_until(lambda: lost or failed or can_go_on(), looks, seconds=seconds, nap=_NAP_SECONDS):
             lost.extend(self._lost.behind(self._renewals.absent()))
@@ -306,7 +308,7 @@ class Groups:
         return outcome
 
     def _accept(self, outcome: MeetingOutcome, lost: Sequence[LostRank]) -> None:
-        """Do what the ranks have decided; raises where they do not connect, for which this one has found ``lost``."""
+        """Act on the outcome; raises if the ranks do not connect. ``lost`` has the ranks for which this one refused."""
         failed = [] if outcome.words else self._failed_since()
         self._follow(outcome)
         if outcome.words:
@@ -328,16 +330,17 @@ class Groups:
         raise error
 
     def _failed_since(self) -> list[Failure]:
-        """The reports of ranks that had completed the step in which the connections were closed, and have failed since.
+        """The reports of ranks that failed in a later step than the one in which this rank closed its connections.
 
-        They have not heard of that, and have not come to connect again. Who postpones a step names no phase: it comes.
+        Such a rank had completed that step and heard of no failure, so it has not come to connect again. A report
+        without a phase is of a rank that postpones its step: it does come.
         """
         with contextlib.suppress(dist.DistError, CommunicationError):
             return [failure for failure in self.failures.of_others() if failure.phase and failure.step > self.step]
         return []
 
     def _can_connect(self) -> bool:
-        """Whether a rank has refused, or all have come, and to no other group of this thread before."""
+        """Whether a rank has refused, or all have come and no other group of this thread has to connect before."""
         outcome = self._renewals.outcome()
         if outcome is None or not outcome.words:
             return outcome is not None
@@ -345,10 +348,10 @@ class Groups:
         return not any(other._renewals.may_precede(outcome.place) for other in others)
 
     def _follow(self, outcome: MeetingOutcome) -> None:
-        """Do what the ranks have decided; where they connect, they report to one another under the new number."""
+        """Take the step number from the outcome; if the ranks connect, begin a new generation of failure reports."""
         if not outcome.words:
             step, *_ = outcome.refusal
-            if step > self.step + 1 and self._failed_since():  # by one that has failed in this step before
+            if step > self.step + 1 and self._failed_since():  # refused by a rank that has failed in a later step
                 self.step += 1
                 self._renewals.put_off()
             else:
@@ -363,7 +366,7 @@ class Groups:
             self._renewals.forget()
 
     def _connect_again(self, progress: HookProgress | None) -> None:
-        """Make new duplicates, now that all ranks do; another one that cannot says so under the new number."""
+        """Make new duplicates, as all ranks do now; a rank that fails here reports it in the new generation."""
         reason = ""
         if progress is not None:
             words = self._share("progress", asdict(progress))
@@ -375,7 +378,7 @@ class Groups:
             self._renewals.end()
             raise UnusableError(self._reason)
         self.processes.note_open()
-        with looking(self._look):  # a rank that was interrupted says so
+        with looking(self._look):  # ends the wait if a rank reports that it was interrupted
             self.buckets, self.control = duplicates(
                 self.parent,
                 backends_of(self.parent),
@@ -385,7 +388,7 @@ class Groups:
             )
         self._starts = 0
         while self._outdated:
-            self._outdated.pop().forget()  # all have agreed, and look no more at what was reported before
+            self._outdated.pop().forget()  # all ranks have agreed, so none reads earlier reports
         self._renewals.end()
         self._enter(Life.OPEN)
 
@@ -394,10 +397,10 @@ class Groups:
         return f"{self.number}/{self.generation}"
 
     def _share(self, what: str, word: Any, phase: str = "") -> list[Any]:
-        """The words of all ranks, by the store; raises what ends the wait where one of them has failed or is gone.
+        """Exchange a ``word`` of each rank over the store, and return all; raises if a rank has failed or is gone.
 
-        ``what`` names the words, another one each time in one generation. Only in ``phase`` a failure counts; empty for
-        all.
+        ``what`` is a key that is used once in a generation. Only failures of ``phase`` count; an empty phase stands for
+        any.
         """
         look = functools.partial(self._look, phase)
         name = f"{self.name}/{self.generation}/{what}"
@@ -409,10 +412,10 @@ class Groups:
             raise lost_error(self.rank, lost, _NOT_STARTED if phase == START else _NOT_CONNECTED)
 
     def _begin_attempt(self) -> None:
-        """Begin the attempt to connect again that belongs to the step which comes next here.
+        """Begin the attempt to connect again for the next step of this rank.
 
-        Ranks that were told of a failure in time have begun the first one in the step after it. Where this rank had not
-        heard of it, and has lost that step, too, that attempt is over.
+        Ranks that heard of a failure in time made the first attempt in the step after it. If this rank had not heard of
+        it, it has lost that step as well. So it refuses the first attempt.
         """
         self._renewals.begin()
         if self._renewals.number == self.generation + 1:
@@ -425,13 +428,14 @@ class Groups:
         self._renewals.begin()
 
     def _is_of_before(self, outcome: MeetingOutcome) -> bool:
-        """Whether the attempt has failed in a step that this rank has lost without it."""
+        """Whether the attempt was refused in a step that this rank has already left behind."""
         return not outcome.words and outcome.refusal[0] <= self.step
 
     def _end_attempt(self, error: BaseException) -> None:
-        """End an attempt to connect again that has not succeeded here because of ``error``; the other ranks hear of it.
+        """End the attempt to connect again, which has failed here with ``error``, and tell the other ranks.
 
-        Where they have agreed to connect already, they are making connections or sending in them.
+        If the ranks have already agreed to connect, the others are connecting or sending. So it reports a failure and
+        closes what it has made.
         """
         if not self._renewals.is_open:
             return
@@ -449,37 +453,37 @@ class Groups:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed in this step: what is under way will not come."""
+        """Whether a rank has failed in this step, so that messages in flight will not arrive."""
         if not self.is_duplicate or (self.is_closed and not self.is_renewing):
             return self.is_duplicate
         try:
             failed = self._failed_since() if self.is_renewing else self.failures.of_others()
             return bool(failed or self._lost.gone())
         except (dist.DistError, CommunicationError):
-            return False  # what is under way may still come
+            return False  # messages may still arrive
 
     def job_rank_of(self, rank: int) -> int | None:
-        """The rank in the job for one of these groups; None where torch does not know the group."""
+        """The rank in the job of ``rank`` of this group; None if torch does not know the group."""
         return dist.get_global_rank(self.parent, rank) if is_registered(self.parent) else None
 
     def note(self, activity: Activity, bucket: int = 0) -> None:
-        """Note what this rank does now, for the others to see if it is lost."""
+        """Write what this rank does now to its page, where other processes read it if this rank is lost."""
         if activity in (Activity.DONE, Activity.GATHERED):
             self.processes.completed = self.step, activity, bucket
         self.processes.write(self.step, activity, bucket, 0)
 
     def skip_step(self, error: BaseException) -> None:
-        """This rank has failed before it has sent anything of this step, or has made new connections for it."""
+        """Count a step that has failed on this rank before it sent anything, or before it connected again."""
         if not self.is_closed:
             self.step += 1
             return
-        with contextlib.suppress(dist.DistError, CommunicationError):  # the store is gone; else the next step does
+        with contextlib.suppress(dist.DistError, CommunicationError):  # if the store is silent, the next step does
             self._end_attempt(error)
             self._begin_attempt()
             self._end_attempt(error)
 
     def explained(self, error: Exception, what: str) -> CommunicationError | PeerAbortedError:
-        """The error to raise for one of the transport, in ``what``: names the rank that has failed, or those lost."""
+        """Convert an error of the transport in ``what`` to one that names the rank that failed, or the lost ranks."""
         others: list[Failure] = []
 
         def is_reported() -> bool:
@@ -491,7 +495,7 @@ class Groups:
         if others:
             return self.failures.error(others)
         if lost:
-            # What the transport saw is told of ranks that may still come, without its advice.
+            # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
             is_over = all(one.is_gone for one in lost)
             return lost_error(self.rank, lost, what if is_over else f"{what}: {error}".partition(". ")[0])
         unnamed = CommunicationError(
@@ -502,13 +506,13 @@ class Groups:
         return unnamed
 
     def fail(self, error: BaseException, phase: str) -> PpeDdpError | None:
-        """End the communication of this step after ``error``: tell the other ranks, and close the duplicates.
+        """End the communication of this step after ``error``: report it to the other ranks, and close the duplicates.
 
-        Local variables of the functions that have raised are cleared, as they may hold the group, and its connections
-        end with the last reference.
+        It clears the local variables in the traceback of ``error``. They may hold the group, whose connections end with
+        the last reference.
 
         Returns:
-            What to raise instead, if this is only what came here of a rank that has failed or is lost.
+            The error to raise instead, if ``error`` is only the consequence of a rank that has failed or is lost.
         """
         if phase == CLIP and (user := self.user()) is not None:
             user.note_failure()
@@ -525,16 +529,16 @@ class Groups:
                     self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
             clear_frames(error)
             self._lost.await_completion()
-        finally:  # also where an interrupt ends a wait
+        finally:  # even if an interrupt ends a wait
             self.close()
         return instead
 
     def _lost_of(self, error: BaseException) -> Sequence[LostRank]:
-        """The ranks for which this one has waited in vain, where that is what ``error`` tells."""
+        """The ranks that this one has waited for in vain, if ``error`` names them."""
         return self._lost.behind(error.ranks or ()) if isinstance(error, CommunicationError) else ()
 
     def close(self) -> None:
-        """Close the duplicates, of which the other ranks see the end at once."""
+        """Close the duplicates; ranks that wait in them leave with an error at once."""
         self._enter(Life.CLOSED)
         self.processes.note_closed()
         ours = [self.buckets, self.control]
@@ -542,7 +546,7 @@ class Groups:
         self._releases |= close(ours)
 
     def end_together(self) -> None:
-        """Give back what these have, which no rank uses any more; every rank must call this together.
+        """Free all resources of these groups, which no rank uses any more; every rank must call this together.
 
         Raises:
             CommunicationError: Not all ranks have come.
@@ -553,7 +557,7 @@ class Groups:
         self.failures.forget()
 
     def _store(self) -> BoundedStore:
-        # a bare group has no store that could be asked for, and is never closed
+        # A bare group has no store, and needs none: it is never closed.
         return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())
 
     def _connect_failures(self, generation: int) -> None:
@@ -562,18 +566,18 @@ class Groups:
         self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step)
 
     def release(self) -> None:
-        """Let another wrapper over the same parent have them, or all ranks give back what they have.
+        """Return them to the pool of the parent; the next :meth:`duplicate` reuses them, or all ranks free them there.
 
-        To be called when nothing is in flight in them; nothing is sent before the next :meth:`duplicate`.
+        Call this when nothing is in flight in them. It sends nothing.
         """
         is_ours = self.is_duplicate and os.getpid() == self.pid and self.life is not Life.ENDED
         if is_ours and is_registered(self.control, self.parent):
             _pool_of(self.parent).unused.append(self)
 
     def end(self) -> None:
-        """End the connections of gloo, unless something may be in flight in them: that would be waited for.
+        """End gloo's connections at the exit of Python, unless a message may be in flight: ending would wait for it.
 
-        Those of the user's group end with the last reference to it, once the user has destroyed it.
+        If the user has destroyed the parent, its connections end here with the last reference.
         """
         life = self.life
         self._enter(Life.ENDED)
@@ -592,14 +596,14 @@ class Groups:
             del self.buckets, self.control, self.parent
 
     def check(self) -> None:
-        """Raise :class:`UnusableError` where these groups can no longer be used, and say what to do."""
+        """Raise :class:`UnusableError`, which says what to do, if these groups can no longer be used."""
         self.check_process()
         used = (self.control, self.parent) if self.is_duplicate and self.world_size > 1 else ()
         if not is_registered(*used):
             raise self._destroyed()
 
     def check_process(self) -> None:
-        """As :meth:`check`, of what a backward may find after its forward: no single group was destroyed since."""
+        """As :meth:`check`, but assume that no single group was destroyed since the forward; cheaper, for backward."""
         if os.getpid() != self.pid:
             raise UnusableError(
                 f"rank {self.rank}: this process was forked after the wrapper was made, and its connections "
@@ -620,26 +624,25 @@ class Groups:
 
 @dataclass
 class _Pool:
-    """The duplicates of one parent that no wrapper uses: the next one takes them, unless a rank has failed in them.
+    """The duplicates of one parent that no wrapper uses. The next wrapper takes them, unless a rank has closed them.
 
-    Garbage is collected at different moments on different ranks, and a rank may have failed in the last step of a
-    wrapper, after the others were through: whenever they ask for duplicates, they say what each has, and do the same
-    with them.
+    Ranks differ in when they collect garbage, and a rank may have failed in the last step of a wrapper after the others
+    had completed it. So whenever duplicates are wanted, the ranks exchange what each one has, and all do the same.
     """
 
-    calls: int = 0  # how often the ranks have asked one another for duplicates
-    count: int = 0  # how many were made
-    unused: list[Groups] = field(default_factory=list)  # those that no wrapper of this process uses
+    calls: int = 0  # number of exchanges
+    count: int = 0  # number of duplicates made so far
+    unused: list[Groups] = field(default_factory=list)  # duplicates that no wrapper of this process uses
 
     def numbers(self) -> list[list[int]]:
-        """Of those that can be used, and of those that a failure has closed; for the other ranks."""
+        """The numbers of the usable and of the closed duplicates, in two lists, for the exchange."""
         return [[one.number for one in self.unused if one.is_closed is closed] for closed in (False, True)]
 
     def take(self, known: Sequence[Sequence[Sequence[int]]], *, shared_memory: bool) -> Groups | None:
-        """The first duplicates of this kind that can be used on all ranks, if there are any.
+        """Take the first duplicates of this kind that are usable on all ranks; None if there are none.
 
-        Closes everywhere what one rank has closed and no rank uses. Every rank must call this together, with the
-        :meth:`numbers` of all ranks. Raises CommunicationError where not all have come.
+        Frees the duplicates that no rank uses and some rank has closed. Every rank must call this together, with the
+        :meth:`numbers` of all ranks. Raises CommunicationError if not all ranks have come.
         """
         unused = set.intersection(*({*idle, *closed} for idle, closed in known))
         closed = {number for _, numbers in known for number in numbers}
@@ -660,10 +663,10 @@ def _pool_of(parent: ProcessGroup) -> _Pool:
 
 
 def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> Generator[Probe, None, None]:
-    """Make new duplicates of each where the old ones were closed; every rank must do this together, in this order.
+    """Call :meth:`Groups.renewing` of each; every rank must do this together, in the same order.
 
-    Yields as :meth:`Groups.renewing`, and raises PeerAbortedError where the backward of another rank has raised before
-    it came here; the next step will do.
+    Raises PeerAbortedError if the backward of another rank has raised before that rank came here. The next step tries
+    again.
     """
     errors = []
     left = list(everyone)
@@ -671,7 +674,7 @@ def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = Non
         try:
             yield from left[0].renewing(progress)
         except PeerAbortedError as error:
-            errors.append(error)  # the others must be tried all the same, as on the other ranks
+            errors.append(error)  # the other groups must still be renewed, as on the other ranks
         except BaseException as error:
             for groups in left[1:]:
                 if groups.is_closed:

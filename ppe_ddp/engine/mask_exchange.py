@@ -4,24 +4,24 @@ The same message shows whether the ranks have the same parameters and options, a
 
     digest (16)     complement of the digest (16)     fields     padding
 
-Each field is written so that the maximum over the ranks tells all of them:
+Each field is encoded so that every rank can decode it from the maxima over the ranks:
 
     field      bytes          mask, before the first bucket              vote, beside the last bucket
     present    a parameter    this rank has its gradient                 its gradient came late
-    nodes      a parameter    on which node it exists, on several nodes  as in the mask (plan.py)
-    statuses   a rank         whether it contributes                     what went wrong (grad_hooks.py)
-    writers    a module       whether, and by which rank, its buffers were written (:func:`highest_digits` ...)
-    apart      16             what is not ended together (completion.py)
-    weights    4 a rank       how much its gradients stand for (weighing.py)
-    users      bits a rank                                               the gradients it had, of some (weighing.py)
-    times      2 a rank                                                  how long its step took (stragglers.py)
+    nodes      a parameter    the node that has it, on several nodes     as in the mask (plan.py)
+    statuses   a rank         whether it contributes                     its errors (grad_hooks.py)
+    writers    a module       the lowest rank that has written its buffers (:func:`highest_digits` ...)
+    apart      32             the wrappers that end together (completion.py)
+    weights    4 a rank       the weight of its gradients (weighing.py)
+    users      bits a rank                                               which of some gradients it had (weighing.py)
+    times      2 a rank                                                  the duration of its step (stragglers.py)
     parameters 24                                                        digest of some parameters (replicas.py)
-    missing    1                                                         whether a gradient it announced has not come
-    learned    32             digest of what this rank has learned: where one has another, all begin anew
+    missing    1                                                         an announced gradient has not come
+    learned    32             digest of what this rank has learned: if the digests differ, all ranks forget it
 
-A field that is added is given to ``Negotiation.start()``, and comes out of ``Negotiation.finish()``. Its length may
-depend on the parameters, buffers and options, on which all ranks agree, and on nothing else: the message gets another
-length only when all ranks know it, as a transport that is given different lengths may end the process (gloo does).
+To add a field, pass it to ``Negotiation.start()``; ``Negotiation.finish()`` returns it. Its length may depend only on
+the parameters, buffers and options, which are the same on all ranks. So the message has one length on all ranks; if
+lengths differ, a transport may end the process, as gloo does.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 DIGEST = 16
 _COMPLEMENT = bytes(255 - value for value in range(256))
-_BASE = 255  # digits of a rank: 255 - digit is sent, so that the maximum is the smallest digit, and 0 is none
+_BASE = 255  # of the digits of a rank. A rank sends 255 - digit, so the maximum is the smallest digit; 0 is none
 
 
 def with_complement(digest: bytes) -> bytes:
-    """``digest``, and each of its bytes from 255: the maxima are still complements if all ranks have sent the same.
+    """``digest``, followed by 255 minus each of its bytes.
 
-    Else they are what no rank has sent.
+    The maxima over the ranks are complements of each other only if all ranks have sent the same digest.
     """
     return digest + digest.translate(_COMPLEMENT)
 
@@ -66,12 +66,12 @@ def is_same(field: bytes) -> bool:
 
 
 def highest_digits(is_writer: Sequence[bool], rank: int) -> bytes:
-    """The first of two fields that name the lowest rank (below 65,025) for which something is so, a byte a thing."""
+    """The first of two fields that name the lowest writer (a rank below 65,025) of each item, one byte an item."""
     return bytes(_BASE - rank // _BASE if here else 0 for here in is_writer)
 
 
 def lowest_digits(agreed: bytes, is_writer: Sequence[bool], rank: int) -> bytes:
-    """The second field, once the maxima of the first are ``agreed``: only ranks with the smallest first digit write."""
+    """The second field, given the maxima ``agreed`` of the first: only ranks with the smallest first digit write."""
     own = _BASE - rank // _BASE
     return bytes(
         _BASE - rank % _BASE if here and first == own else 0 for here, first in zip(is_writer, agreed, strict=True)
@@ -79,7 +79,7 @@ def lowest_digits(agreed: bytes, is_writer: Sequence[bool], rank: int) -> bytes:
 
 
 def ranks_named(first: bytes, second: bytes, default: int) -> list[int]:
-    """The lowest rank for each thing, by the maxima of both fields; ``default`` where it is so for none."""
+    """The lowest writer of each item, decoded from the maxima of both fields; ``default`` for an item without one."""
     return [
         (_BASE - high) * _BASE + _BASE - low if high and low else default
         for high, low in zip(first, second, strict=True)
@@ -94,7 +94,7 @@ class AgreedMask(NamedTuple):
     """The result of one exchange."""
 
     same: bool  # whether every rank sent the same digest
-    fields: Mapping[str, bytes]  # the maximum over ranks of each byte of each field; empty where the digests differ
+    fields: Mapping[str, bytes]  # the maximum over ranks of each byte of each field; empty if the digests differ
 
 
 class MaskExchanger:
@@ -104,19 +104,20 @@ class MaskExchanger:
         self.groups = groups
         self.capacity = 128  # bytes of the next message
         self._allocate = allocator(groups.control)
-        # The backend shm does the same by itself. Few ranks share cores, on which each round of gloo's ring waits.
+        # gloo's ring waits for a core in each round; for few ranks, one direct message to each rank is faster. The
+        # backend shm does this by itself.
         is_direct = groups.world_size > 1 and is_over_gloo(groups.control)
         self._direct_bytes = ShmOptions().for_control().direct_up_to(groups.world_size) if is_direct else 0
-        self.idle: list[Tensor] = []  # messages whose results were read
+        self.idle: list[Tensor] = []  # messages that can be reused
 
     def send(self, content: bytearray) -> tuple[Tensor, dist.Work | CommunicationError | None]:
         """Start to find the maximum over the ranks of each byte of a message with this content.
 
-        It is an all-reduce in memory that the transport prefers, in place; over gloo alone, where it is small and ranks
-        are few, each rank sends it to each.
+        It is an all-reduce in place, in memory that the transport prefers. Over gloo alone, a small message among few
+        ranks is sent by each rank to each.
 
-        Gives the message, 1-D, or a row from each rank; and its Work, or why it could not be started; None where one
-        rank is alone.
+        Returns the message, either 1-D or with a row from each rank; and its Work, or the error that has kept it from
+        starting, or None in a group of one rank.
         """
         if 0 < len(content) <= self._direct_bytes:
             sent = torch.frombuffer(content * self.groups.world_size, dtype=torch.uint8)
@@ -134,16 +135,16 @@ class MaskExchanger:
             return message, None
         try:
             work: dist.Work = dist.all_reduce(message, dist.ReduceOp.MAX, self.groups.control, async_op=True)
-        except CommunicationError as error:  # a transport that knows already that another rank has failed
-            return message, error.with_traceback(None)  # whose frames would keep the backward
+        except CommunicationError as error:  # the transport already knows that another rank has failed
+            return message, error.with_traceback(None)  # its frames would keep the backward alive
         return message, work
 
 
 class MaskExchange:
-    """One mask exchange, in flight; nothing waits until its :meth:`result` is asked for.
+    """One mask exchange in flight; only :meth:`result` waits.
 
-    ``digest``, sixteen bytes, must be the same on every rank; ``fields`` are as many, in the same order and as long, on
-    every rank that has this digest.
+    ``digest`` has 16 bytes, and is expected to be the same on every rank. Ranks with the same digest must pass the same
+    ``fields``: names, order and lengths.
     """
 
     def __init__(self, exchanger: MaskExchanger, digest: bytes, fields: Mapping[str, bytes]) -> None:
@@ -152,23 +153,23 @@ class MaskExchange:
         self._header = with_complement(digest)
         self._body = b"".join(fields.values())
         self._fits = _HEADER + len(self._body) <= exchanger.capacity
-        self._is_body = False  # whether the message in flight is the body by itself
+        self._is_body = False  # whether the message in flight is the body alone
         message = bytearray(exchanger.capacity)
         message[:_HEADER] = self._header
         if self._fits:
             message[_HEADER : _HEADER + len(self._body)] = self._body
         self._message, self._work = exchanger.send(message)
-        self.nbytes = len(message)  # of the messages that were sent
+        self.nbytes = len(message)  # of all messages sent
 
     def done(self) -> bool:
-        """Whether the result has arrived; sends the body that did not fit, once the digests are known to agree."""
+        """Whether the result has arrived; sends a body that did not fit as soon as the digests are known to agree."""
         try:
             return not self._is_under_way() and (self._fits or not (self._send_body() and self._is_under_way()))
         except RuntimeError:
-            return True  # result() says what is wrong
+            return True  # result() raises it
 
     def watch(self, arrived: Callable[[], None]) -> None:
-        """Have ``arrived`` called when the message has arrived, if its transport can tell."""
+        """Call ``arrived`` when the message has arrived, if its transport can tell."""
         if self._work is not None:
             watch(self._work, arrived)
 
@@ -190,7 +191,7 @@ class MaskExchange:
             if is_explained(error):
                 raise
             raise groups.explained(error, "waiting for the other ranks to start a backward") from error
-        self._work = None  # gloo's keeps the connection
+        self._work = None  # gloo's Work holds the connection
         reply, start = self._reply(), 0
         if not self._is_body:
             if self._message.dim() == 1:
@@ -205,7 +206,7 @@ class MaskExchange:
         return AgreedMask(True, agreed)
 
     def _reply(self) -> bytes:
-        """The maxima, of a message that has arrived."""
+        """The maxima in a message that has arrived."""
         message = self._message
         return bytes((message if message.dim() == 1 else message.amax(0)).numpy().tobytes())
 
@@ -216,19 +217,19 @@ class MaskExchange:
             self._exchanger.groups.failures.wait(self._work, _CPU)
 
     def _send_body(self) -> bool:
-        """Once the digests are known to agree: send a body that did not fit, by itself; False if there is none.
+        """Send a body that did not fit, if the digests of all ranks agree; returns whether it was sent.
 
-        All ranks have a body of this length then, and all of them send it next.
+        If they agree, all ranks have a body of this length, and all of them send it next.
         """
         if self._is_body:
             return False
-        self._await_message()  # if it has failed, what came of it is no digest
+        self._await_message()  # raises if the message has failed: its content is no digest then
         if self._reply()[:_HEADER] != self._header:
             return False
         self._is_body = True
         self._message, self._work = self._exchanger.send(bytearray(self._body))
         size = len(self._body)
         self.nbytes += size
-        # double, so that a module that grows a little every step does not pay for it every step
+        # Double, so that a module that grows a little in every step does not send two messages in every step.
         self._exchanger.capacity = 2 * (_HEADER + size)
         return True

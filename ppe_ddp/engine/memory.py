@@ -1,8 +1,8 @@
-"""Memory for buckets and messages: the backend's own where it offers some, as shared memory, else torch's.
+"""Memory for buckets and messages: the backend's own if it offers some, such as shared memory, else torch's.
 
-Fresh memory costs page faults, and where parameters are small, making views of it costs more than copying into them;
-so buffers and their views are kept from step to step. A ``.grad`` may be one of these views: its buffer is not reused
-for as long as anything refers to that view, whatever the next plan looks like.
+Fresh memory costs page faults, and for small parameters making a view costs more than copying into it. So buffers and
+their views are kept from step to step. A ``.grad`` may be one of these views; its buffer is not reused as long as
+anything refers to that view.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
 
 Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Makes a 1-D tensor of so many elements, with arbitrary contents."""
+"""Makes a 1-D tensor with the given number of elements, dtype and device; its contents are arbitrary."""
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_SHORTEST_RUN = 3  # members; to concatenate fewer takes as long as to copy them
-_UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of about the same size share buffers
+_SHORTEST_RUN = 3  # members; concatenating fewer takes as long as copying them
+_UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of similar size share buffers
 
 
 def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` has memory of its own for messages on ``device``, as torch's contract has it.
+    """Whether the backend of ``group`` allocates memory for messages on ``device`` (``supports_tensor_alloc()``).
 
-    CPU only: what NCCL's own memory pool gains was not measured.
+    CPUs only: the gain by NCCL's memory pool was not measured.
     """
     offers = getattr(backend_for(group, device), "supports_tensor_alloc", None)
     return device.type == "cpu" and offers is not None and bool(offers(device))
 
 
 def allocator(group: ProcessGroup) -> Allocator:
-    """Makes memory for ``group``: the backend's own, as long as it offers some."""
+    """Return an allocator for ``group``: of the backend's own memory, as long as it offers some."""
     cpu = torch.device("cpu")
     is_offered = cpu.type in device_types(group) and offers_memory(group, cpu)
-    # Of a group without memory, as of gloo, nothing is held: its connections end with the last reference to it.
+    # Hold no backend that offers no memory, such as gloo: its connections end with the last reference.
     backend: Any = backend_for(group, cpu) if is_offered else None
 
     def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Asked each time: ranks on several nodes, or where memory is short, may have found out that they share none.
+        # Ask each time: the ranks may have found out that they share no memory, on several nodes or if it is short.
         if backend is not None and device.type == "cpu" and backend.supports_tensor_alloc(device):
-            # A backend may refuse with whatever error it likes; any memory will do.
+            # The backend may refuse with any of these errors; torch's memory will do.
             with contextlib.suppress(MemoryError, ValueError, RuntimeError):
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
                 return memory
@@ -66,7 +66,7 @@ def allocator(group: ProcessGroup) -> Allocator:
 
 
 def sole_owner(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has only Python references, and no other tensor uses its memory."""
+    """Whether ``tensor`` is held by Python alone, and no other tensor uses its storage."""
     return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
 
 
@@ -77,9 +77,9 @@ class PooledBuffer:
         self.memory = memory
         self.bucket: BucketPlan | None = None  # the bucket it is laid out for; None in a buffer for messages
         self.flat = memory  # 1-D, of the bucket's size
-        self.slots: list[Tensor] = []  # views of it, one a member, in its shape and strides
-        # Views of it, one for each run of members that one call can concatenate there, with its length; none where a
-        # copy for each member is as quick.
+        self.slots: list[Tensor] = []  # views of it, one a member, with the member's shape and strides
+        # Views of it, one for each run of members that one call can concatenate, with the length of the run. Empty if
+        # one copy a member is as fast.
         self.runs: list[tuple[int, Tensor]] = []
         self._originals: list[Tensor] = []
         self._itemsizes = {memory.element_size()}
@@ -96,26 +96,26 @@ class PooledBuffer:
         self._at_rest = self._users()
 
     def is_free(self) -> bool:
-        """Whether nothing outside refers to the memory, and no slot was made into something else, as by ``.data``."""
+        """Whether nothing else refers to the memory, and no slot was changed, as ``.data = ...`` does."""
         if self.bucket is None:
             return sole_owner(self.memory)
         slots = self.slots
         if self._users() != self._at_rest or not all(map(_LIES_AS, slots, self._originals)):
-            return False  # of memory, shape and strides one call a slot is the quickest
+            return False  # is_set_to() compares memory, shape and strides in one call
         return self._itemsizes == set(map(_ITEMSIZE, slots))
 
     def _users(self) -> tuple[object, ...]:
         slots = self.slots
         return (
             storage_users(self.memory),
-            list(map(getrefcount, slots)),  # who holds a slot itself: Python ...
-            users_of_tensors(slots),  # ... or torch, as a .grad
+            list(map(getrefcount, slots)),  # references to a slot: of Python ...
+            users_of_tensors(slots),  # ... and of torch, such as a .grad
             any(map(REQUIRES_GRAD, slots)),
         )
 
 
 class MemoryPool:
-    """Owns buffers for buckets and messages, and lends each until nothing refers to it; no call returns it."""
+    """Owns buffers for buckets and messages. A buffer is lent until nothing refers to it; no call returns it."""
 
     def __init__(self, allocate: Allocator) -> None:
         self._allocate = allocate
@@ -128,7 +128,7 @@ class MemoryPool:
         return sum(buffer.memory.nbytes for buffer in chain.from_iterable(self._held.values()))
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message of ``numel`` elements with arbitrary contents; in use as long as a view of it is."""
+        """Lend memory for a message of ``numel`` elements, with arbitrary contents, as long as a view of it lives."""
         held = self._held.setdefault((dtype, device), [])
         most = 2 * numel + max(1, _UNIT_BYTES // dtype.itemsize)
         fitting = [b for b in held if b.bucket is None and numel <= b.memory.numel() <= most and b.is_free()]
@@ -139,14 +139,18 @@ class MemoryPool:
     def buffer(
         self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
     ) -> PooledBuffer:
-        """A free buffer, laid out for ``bucket`` with these members; its contents are arbitrary."""
+        """Lend a free buffer that is laid out for ``bucket``; its contents are arbitrary.
+
+        ``specs`` and ``parameters`` are those of the members.
+        """
         held = self._held.setdefault((bucket.dtype, bucket.device), [])
         found = None
         for buffer in held:
             if buffer.bucket is not bucket:
                 continue
             if not buffer.is_free():
-                self._used.add(id(buffer))  # gradients lie in it: it is the next step's, when they lie in this one's
+                # Gradients of the last step lie in it. The next step will use it, when gradients lie in this step's.
+                self._used.add(id(buffer))
             elif found is None:
                 found = buffer
         if found is None:
@@ -165,14 +169,14 @@ class MemoryPool:
         return buffer
 
     def bounds(self) -> list[int]:
-        """The addresses at which buffers begin and end, sorted."""
+        """The begin and end address of each buffer, in one sorted list."""
         memories = [buffer.memory for buffer in chain.from_iterable(self._held.values())]
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
     def trim(self) -> None:
         """Drop the buffers that were not used since the last trim.
 
-        Messages that are still there keep theirs; gradients that are views keep their memory alive by themselves.
+        Buffers of messages that are still alive are kept. Gradients that are views keep their memory alive themselves.
         """
         used = self._used
         if len(used) < sum(map(len, self._held.values())):
@@ -184,9 +188,9 @@ class MemoryPool:
 def slots_of(
     buffer: Tensor, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor]:
-    """Views of ``buffer``, one a member of ``bucket``, whose specs and parameters these are."""
+    """Views of ``buffer``, one a member of ``bucket``; ``specs`` and ``parameters`` are those of the members."""
     fits = [tuple(parameter.shape) == spec.shape for parameter, spec in zip(parameters, specs, strict=True)]
-    if bucket.row_major and all(fits):  # not so after some changes
+    if bucket.row_major and all(fits):  # the user may have changed the shape of a parameter
         return unflatten(buffer, parameters)
     base = buffer.storage_offset()
     return [
@@ -196,7 +200,7 @@ def slots_of(
 
 
 def _runs_of(flat: Tensor, slots: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Views of ``flat``, one for each run of slots that differ in their first size only, with its length."""
+    """Views of ``flat``, one for each run of slots that differ in their first dimension only, with its length."""
     runs: list[tuple[int, Tensor]] = []
     start = 0
     for shape, same in groupby(slots, lambda slot: slot.shape[1:] if slot.dim() else None):

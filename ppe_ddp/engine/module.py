@@ -1,7 +1,7 @@
 """The parameters and buffers of a module by name, and whether the module has changed since they were listed.
 
-The check is repeated before every forward, so it compares identities and addresses and reads further only
-where one differs. Of a parameter that is a DTensor, its local tensor is what is averaged.
+The check runs before every forward. So it compares identities and addresses, and reads more only if one differs. For a
+parameter that is a DTensor, the local tensor is averaged.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """The parameters and buffers of a module at one moment, but those with the qualified names in ``ignored``.
+    """The parameters and buffers of a module at one moment, without those whose qualified names are in ``ignored``.
 
-    Raises ValueError where a parameter is lazy (has no shape yet); the message names it.
+    Raises a ValueError that names the parameter if one is lazy (has no shape yet).
     """
 
     def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -40,13 +40,13 @@ class ModuleState:
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
         self._buffer_slots: list[tuple[str, nn.Module, str]] = []
         self._walk()
-        self.has_buffers = bool(self._buffer_slots)  # or had some, which are None now
+        self.has_buffers = bool(self._buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
-        # Those that are DTensors, by their index.
+        # The parameters that are DTensors, by index.
         self.distributed: dict[int, nn.Parameter] = {i: p for i, p in enumerate(self.parameters) if is_distributed(p)}
         self._addresses = self._addresses_now()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -80,16 +80,16 @@ class ModuleState:
         return [spec.name for spec in self.specs]
 
     def local_parameters(self) -> list[nn.Parameter]:
-        """The parameters, local tensors in the place of DTensors; for torch these are parameters as well."""
+        """The parameters, with the local tensor in place of each DTensor."""
         return [*map(local_tensor, self.parameters)] if self.distributed else self.parameters  # type: ignore[list-item]
 
     def distributed_tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers that are DTensors, by what they are called in messages."""
+        """The parameters and buffers that are DTensors, by their names in messages."""
         parameters = {f"parameter {self.names[i]!r}": p for i, p in self.distributed.items()}
         return parameters | {f"buffer {name!r}": b for name, b in self.buffers().items() if is_distributed(b)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers as they are now, each tensor once, without those that are None."""
+        """The current buffers by name, each tensor once, without those that are None."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, owner, key in self._buffer_slots:
@@ -100,19 +100,19 @@ class ModuleState:
         return found
 
     def expanded(self) -> list[str]:
-        """The parameters and buffers that have fewer places in memory than elements, described."""
+        """The names, for messages, of parameters and buffers whose elements share memory (stride 0)."""
         parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
         buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
         return [name for name, tensor in chain(parameters, buffers) if _is_expanded(local_tensor(tensor))]
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
-        """The modules that have ``buffer``, each with its own name for it."""
+        """The modules that have ``buffer``, each with the name under which it has it."""
         return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
 
     def is_current(self, module: nn.Module) -> bool:
-        """Whether ``module`` is this one, with the same parameters, of the same kind, in the same submodules.
+        """Whether ``module`` is the listed one, with the same parameters, unchanged, in the same submodules.
 
-        Tensors that ``torch.func.functional_call`` has put in the place of parameters are looked through.
+        Plain tensors that ``torch.func.functional_call`` has put in place of parameters do not count as a change.
         """
         entries = list(chain.from_iterable(map(dict.values, self._tables)))
         if module is not self._module or len(entries) != len(self._entries) or any(self._empty_tables):
@@ -143,7 +143,7 @@ class ModuleState:
 
     def _addresses_now(self) -> list[int]:
         addresses = list(map(torch.Tensor.data_ptr, self.parameters))
-        for i, parameter in self.distributed.items():  # which have no memory of their own
+        for i, parameter in self.distributed.items():  # a DTensor has no memory of its own
             addresses[i] = local_tensor(parameter).data_ptr()
         return addresses
 
@@ -171,17 +171,17 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor; asked by its attributes, since importing the class takes a while."""
+    """Whether ``tensor`` is a DTensor. It looks at attributes, since importing the class takes a while."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """What this rank has of ``tensor`` in memory: the tensor itself, if it is no DTensor."""
+    """The local tensor of a DTensor; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         local: Any = tensor.to_local()
-    wait = getattr(local, "wait", None)  # of a tensor that a collective is still writing
+    wait = getattr(local, "wait", None)  # exists if a collective is still writing the tensor
     return local if wait is None else wait()  # type: ignore[no-any-return]
 
 
@@ -193,11 +193,11 @@ def placements_of(tensor: Any) -> str:
 
 
 def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup, *, drops_steps: bool) -> None:
-    """Refuse DTensors that are distributed over ranks which average with one another, or that FSDP2 keeps.
+    """Raise ValueError for a DTensor that is distributed over ranks of ``group``, or belongs to FSDP2.
 
-    ``distributed`` are those of ``module`` by what they are called in messages. If the ranks of ``group``, which
-    average, drop a step by themselves where one has NaN (``drops_steps``), all are refused. The ValueError names the
-    tensor.
+    ``distributed`` has the DTensors of ``module`` by their names in messages. With ``drops_steps`` the ranks of
+    ``group`` drop a step in which one has NaN. Then a DTensor over several ranks is refused as well, since its other
+    ranks would take that step.
     """
     if not distributed:
         return
@@ -226,6 +226,6 @@ def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: Proce
 
 
 def refuse_distributed(distributed: Iterable[str], who: str, remedy: str) -> None:
-    """Raise a ValueError that names the first of these DTensors, if there is any: ``who`` cannot take it."""
+    """Raise a ValueError that names the first of these DTensors, if there is one: ``who`` cannot take it."""
     for name in distributed:
         raise ValueError(f"{name} is a DTensor, which {who} does not take: {remedy}")

@@ -1,13 +1,13 @@
-"""Negotiation: all ranks train the same model, and agree on which gradients exist, their order, and sizes of buckets.
+"""Negotiation: checks that all ranks train the same model; agrees on existing gradients, their order and bucket sizes.
 
-The size is chosen after some steps where the user names none, by what was measured until then:
+If the user gives no bucket size, it is chosen after some measured steps:
 
-    each step        how long backward was, and how many bytes were sent
-    the last one     all-reduces of two sizes: the latency and the speed of the group
-                     one small exchange: the largest of each number over the ranks
-    from the next    the size with which a step is shortest, by a model of it: the same on every rank
+    each step         measure the duration of backward, and the bytes that were sent
+    the last one      measure all-reduces of two sizes: the latency and the speed of the group
+                      one small exchange: the maximum of each number over the ranks
+    after it          use the size with the shortest step by a model, which is the same on every rank
 
-After a failure the ranks start over with the default, and measure again.
+After a failure the ranks start over with the default size, and measure again.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 MEASURED_STEPS = 10
-_FIRST_STEPS = 5  # which make buckets and learn orders
+_FIRST_STEPS = 5  # not measured: they make buckets and learn the order
 _SIZES = tuple(1 << power for power in range(19, 26))  # 0.5 to 32 MiB
 _SMALL, _LARGE = 1 << 10, 1 << 20
-_TRIALS = 4  # of each size, of which the first brings the ranks together
-_HOST_SECONDS = 150e-6  # for one more bucket: launching it, waiting for it, handing it over
-_UNDER_WAY = 2  # at a time: gloo has two threads
-_GAIN = 0.02  # of a step: what is less is noise
-_SAME = 1.005  # of two sizes with steps of the same length the larger has fewer messages
+_TRIALS = 4  # all-reduces of each size; the first one only brings the ranks together
+_HOST_SECONDS = 150e-6  # of the host for each bucket: launching it, waiting for it, handing it over
+_UNDER_WAY = 2  # buckets in flight at a time: gloo has two threads
+_GAIN = 0.02  # fraction of a step; a smaller gain is noise
+_SAME = 1.005  # steps within this factor count as equal; the largest size with such a step has the fewest messages
 _CPU = torch.device("cpu")
 _COMPARISON = "a comparison of parameters"
 _MAX = dist.ReduceOp.MAX
@@ -62,7 +62,7 @@ _MAX = dist.ReduceOp.MAX
 def all_reduced(
     tensor: Tensor, groups: Groups, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> Steps:
-    """All-reduce a tensor on the CPU in place, in ``group``, which is the control group if None; as steps."""
+    """All-reduce a CPU tensor in place, as steps; in ``group``, or in the control group if that is None."""
     work = dist.all_reduce(tensor, op, group=group or groups.control, async_op=True)
     yield probe(work)
     groups.failures.wait(work, _CPU)
@@ -70,19 +70,19 @@ def all_reduced(
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """What the ranks have measured, the slowest of them."""
+    """The measurements: of each, the maximum over the ranks."""
 
     backward: float  # seconds of a backward
-    nbytes: int  # of its gradients
-    latency: float  # seconds of an all-reduce of next to nothing
+    nbytes: int  # bytes of its gradients
+    latency: float  # seconds of a tiny all-reduce
     per_byte: float  # seconds that each further byte adds
-    # How long an all-reduce beside a backward keeps it waiting for a core, on which the transport's threads run; zero
-    # where there are more cores than the ranks compute on.
+    # Seconds (and seconds a byte) for which an all-reduce takes a core from backward, on which the transport's threads
+    # run; zero if the ranks leave cores idle.
     taken: float = 0.0
     taken_per_byte: float = 0.0
 
     def step_seconds(self, bucket_bytes: int) -> float:
-        """From the begin of backward to the last average, with buckets of this size."""
+        """The seconds from the begin of backward to the last average, with buckets of this size."""
         count = max(1, -(-self.nbytes // bucket_bytes))
         sent, arrivals = 0.0, [0.0] * _UNDER_WAY
         taken = self.taken + self.nbytes / count * self.taken_per_byte
@@ -93,7 +93,7 @@ class MeasuredSpeed:
         return arrivals[-1]
 
     def best_bucket_bytes(self, default: int) -> int:
-        """The size with which a step is shortest; ``default`` where that gains next to nothing."""
+        """The size with the shortest step; ``default`` if the gain is too small."""
         seconds = {size: self.step_seconds(size) for size in _SIZES}
         shortest = min(seconds.values())
         if shortest >= (1 - _GAIN) * self.step_seconds(default):
@@ -102,16 +102,16 @@ class MeasuredSpeed:
 
 
 class BucketSizeMeasurement:
-    """Measures the first steps of a wrapper; all ranks make the same calls in the same steps."""
+    """Measures the first steps of a wrapper. All ranks make the same calls in the same steps."""
 
     def __init__(self, groups: Groups) -> None:
         self._groups = groups
         self._backwards: list[tuple[int, int]] = []
-        self.speed: MeasuredSpeed | None = None  # what was measured, the same on every rank; None before
-        self.count = 0  # the number of steps that were noted
+        self.speed: MeasuredSpeed | None = None  # the result, the same on every rank; None until it is known
+        self.count = 0  # number of measured steps so far
 
     def after_step(self, recorder: Recorder) -> Steps:
-        """Note one step; after the last of them measure the group, and agree. Every rank must run it to its end."""
+        """Note one step; after the last of them, measure the group and agree on the result, which is collective."""
         nbytes = sum(bucket.nbytes for one in recorder.rounds for bucket in one.buckets)
         self._backwards.append((recorder.backward_at - recorder.begin, nbytes))
         self.count += 1
@@ -138,13 +138,13 @@ class BucketSizeMeasurement:
         recorder.control_nbytes += _TRIALS * (_SMALL + _LARGE) + agreed.nbytes
 
     def _cores_are_busy(self) -> bool:
-        """Whether the ranks of this node compute on all of its cores."""
+        """Whether the ranks of this node use all of its cores."""
         ranks = 1 + len(self._groups.processes.on_this_node)
         return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
 
 
 def _by_other_threads_ns() -> int:
-    """How long other threads of this process than this one have computed."""
+    """The CPU time of all other threads of this process."""
     return process_time_ns() - thread_time_ns()
 
 
@@ -153,32 +153,33 @@ _NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 class Agreement(NamedTuple):
-    """What all ranks know after an exchange."""
+    """The result of a mask exchange, the same on all ranks."""
 
     mask: bytes  # one byte a parameter: whether some rank has its gradient
     statuses: bytes  # one byte a rank: in a mask, whether it contributes
-    nodes: bytes  # for each parameter 1 + the only node that has its gradient, else 0; empty where nobody asks for it
-    writers: bytes = b""  # the maxima of what was given for them
-    apart: bytes = b""  # of a mask: what all ranks end together with it (``completion.py``)
-    weights: bytes = b""  # of a mask: what the ranks have said of their gradients' weights
+    nodes: bytes  # a parameter: 1 + the only node that has its gradient, else 0; empty without :class:`NodeMasks`
+    writers: bytes = b""  # the maxima of the digits of writers (``mask_exchange.py``)
+    apart: bytes = b""  # of a mask: the wrappers that all ranks end together (``completion.py``)
+    weights: bytes = b""  # of a mask: each rank's weight
     users: bytes = b""  # of a vote: which ranks had the gradients that are averaged where they are used
-    times: bytes = b""  # of a vote: how long each rank took for the step
-    parameters: bytes = b""  # of a vote: whether all have the same of some parameters
-    missing: bytes = b""  # of a vote: whether a gradient that some rank has announced has not come there
+    times: bytes = b""  # of a vote: the duration of each rank's step
+    parameters: bytes = b""  # of a vote: whether some parameters are the same on all ranks
+    missing: bytes = b""  # of a vote: whether an announced gradient has not come on some rank
 
     def senders(self, second: bytes) -> list[int]:
         """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
 
-        The lowest that has written any of them; where none has, the first that contributes.
+        It is the lowest rank that has written any of them; if none has, the first rank that contributes.
         """
         return ranks_named(self.writers, second, max(self.statuses.find(1), 0))
 
 
 class Negotiation:
-    """Holds what must be the same on every rank, and finds out by mask exchanges which gradients exist on any rank.
+    """Finds out by mask exchanges which gradients exist on any rank, and checks what must be the same on every rank.
 
-    If ranks do not ``negotiate``, a difference of their gradients is an error. Buffers must agree as well,
-    ``with_buffers``, where they are broadcast; and so must ``options``, a text for error messages.
+    Without ``negotiate`` all ranks must have the same gradients; a difference is an error. ``with_buffers`` says that
+    buffers are broadcast, so they must have the same names, dtypes and shapes. ``options`` is a text that must be the
+    same, too.
     """
 
     def __init__(
@@ -201,10 +202,10 @@ class Negotiation:
         self._before, self._after = bytes(groups.rank), bytes(groups.world_size - groups.rank - 1)  # a byte a rank
         self._generation = groups.generation
         self.node_masks: NodeMasks | None = None
-        """Finds out on which node each gradient exists; None where that does not matter. The same on all ranks."""
+        """Encodes which node has each gradient; None if that does not matter. The same on all ranks."""
 
     def use_module(self, module_state: ModuleState) -> None:
-        """Negotiate on the parameters of ``module_state`` from now on; what was learned of the same ones stays."""
+        """Negotiate on the parameters of ``module_state`` from now on; keep what was learned if the specs are equal."""
         self._module_state = module_state
         if self.planner.specs != tuple(module_state.specs):
             self.planner = Planner(module_state.specs, self._packing)
@@ -221,10 +222,10 @@ class Negotiation:
         self.planner.repack(packing)
 
     def use_plug(self, what: str, *titles: str) -> None:
-        """Hold the ranks to have the same plugged in or set up, from the next exchange on.
+        """Require that all ranks have the same plug, from the next exchange on.
 
-        ``what`` says what it does, as in ``"gradients averaged by"``, and ``titles`` what it is, a line each; none for
-        what the ranks need not have in common.
+        ``what`` tells its purpose, as in ``"gradients averaged by"``. ``titles`` tell its identity, one line each; pass
+        none if the plugs of the ranks may differ.
         """
         self._plugs[what] = titles
         self._digest = fingerprint(self._lines())
@@ -233,20 +234,21 @@ class Negotiation:
         """Compare parameters, buffers and options across the ranks, which must all call this.
 
         Raises:
-            DisagreementError: On every rank, with the same text, naming the first that differs; or that other ranks
-                are in a synchronized backward, which this one is behind with.
-            ValueError: On every rank, if one has a tensor that cannot be written; names those of the first.
+            DisagreementError: On every rank, with the same text. It names the first difference, or says that some ranks
+                are in a synchronized backward instead.
+            ValueError: On every rank, if one has a tensor that cannot be written; names the tensors of the first such
+                rank.
         """
         place = f"{_COMPARISON} after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
         fields = {"expanded": bytes([bool(expanded)])}
         if self._groups.is_closed or self._generation != self._groups.generation:
-            self._restart()  # ranks that have failed may have learned other lengths
+            self._restart()  # after a failure the ranks may have messages of different lengths
         agreement = MaskExchange(self._exchanger, fingerprint(lines), fields).result()
         if not agreement.same:
             error = _disagreement(lines, self._groups)
-            if error.is_of_places:  # the others are in a backward, and make new connections after such an error
+            if error.is_of_places:  # the other ranks are in a backward, and renew their connections after this error
                 self._groups.fail(error, "")
             raise error
         if any(agreement.fields["expanded"]):
@@ -258,7 +260,7 @@ class Negotiation:
             )
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers by name, if the ranks must agree on them; else none."""
+        """The module's buffers by name, if they are broadcast; else none."""
         return self._module_state.buffers() if self._with_buffers else {}
 
     def start(
@@ -271,16 +273,16 @@ class Negotiation:
         said: Mapping[str, bytes] = _NOTHING,
         own: Mapping[str, bytes] = _NOTHING,
     ) -> MaskExchange:
-        """Start to find out which gradients exist on any rank, and each rank's ``status`` (``mask_exchange.py``).
+        """Start the exchange of a mask or vote (``mask_exchange.py``).
 
         Args:
             local: One byte a parameter: whether this rank has the gradient.
-            status: A byte of this rank's, which all ranks get.
-            buffers: What :meth:`buffers` gives now.
-            is_vote: Whether this is the second message of a step: ranks may have different gradients in it even
-                where they do not negotiate.
+            status: A byte of this rank, which all ranks get.
+            buffers: The result of :meth:`buffers`.
+            is_vote: Whether this is the second message of a step. In it ranks may have different gradients even if they
+                do not negotiate.
             said: Further fields, by name, of which all ranks get the maximum.
-            own: Further fields of which all ranks get what each rank has said.
+            own: Further fields, by name, of which all ranks get the value of each rank.
         """
         groups = self._groups
         if self._generation != groups.generation:
@@ -292,8 +294,8 @@ class Negotiation:
         if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:
             self._buffer_lines = lines
             self._digest = fingerprint(self._lines())
-        # Where all ranks are to have the same gradients, they are held to it: a transport that gets buckets of
-        # different sizes may end the process.
+        # Ranks that do not negotiate must have the same gradients. Without this check they might send buckets of
+        # different sizes, for which a transport may end the process.
         same = "" if is_vote or self._negotiate else local.hex()
         digest = blake2b(f"{self._place} {same}".encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
@@ -302,19 +304,19 @@ class Negotiation:
         fields |= said
         if not is_vote:
             fields["learned"] = self._digest_of_learned()
-        # What is told of each rank lies between zeros for the others: the maxima are what all have said.
+        # A field of each rank has zeros in the places of the other ranks, so the maxima have the values of all ranks.
         for name, field in {"statuses": bytes([status]), **own}.items():
             fields[name] = len(field) * self._before + field + len(field) * self._after
         return MaskExchange(self._exchanger, digest, fields)
 
     def _restart(self) -> None:
-        """Start over with new connections: after a failure only some ranks may have learned something."""
+        """Start over with new connections, and forget what was learned: a failure may have kept it from some ranks."""
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
         self._forget()
 
     def _digest_of_learned(self) -> bytes:
-        """Of what this rank has learned, on which plans and what is learned next depend; the same in most steps."""
+        """The digest of all that plans and the next learning step depend on; cached, as it rarely changes."""
         packing, missed = self._packing, self._groups.step - self._count
         learned = self.planner.learned_digest, missed, packing.bucket_bytes, packing.measured, self._bucket_size.count
         if learned != self._learned:
@@ -322,7 +324,7 @@ class Negotiation:
         return self._learned_field
 
     def _forget(self) -> None:
-        """Start over without what was learned, the order of arrival and the bucket size; all ranks do so together."""
+        """Forget the learned order of arrival and bucket size; all ranks do so together."""
         self._count = 0
         self._packing = self._default
         self._bucket_size = BucketSizeMeasurement(self._groups)
@@ -339,7 +341,7 @@ class Negotiation:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
         fields, nodes = dict(agreed.fields), b""
         if fields.pop("learned", None) != exchange.fields.get("learned"):
-            self._forget()  # one rank alone has listed its module anew, or loaded an order
+            self._forget()  # a single rank has changed its module, or loaded an order
         mask = fields.pop("present")
         if self.node_masks is not None:
             specs = self._module_state.specs
@@ -348,14 +350,14 @@ class Negotiation:
         return Agreement(mask, nodes=nodes, **fields)
 
     def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:
-        """One byte a parameter: whether any rank has ``held`` its gradient in this step. All ranks call it together."""
+        """One byte a parameter: whether it is in ``held`` on any rank. All ranks call this together."""
         mask = allocator(self._groups.control)(len(self._module_state.specs), torch.uint8, _CPU).zero_()
         mask[list(held)] = 1
         yield from all_reduced(mask, self._groups, _MAX)
         return bytes(mask.tolist())
 
     def learn(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
-        """Learn from a backward how to make buckets in later ones; all ranks must do so after every backward."""
+        """Learn the order and bucket size for later backwards; all ranks must call this after every backward."""
         self._count += 1
         if not self._count & (self._count - 1):  # at the 1st, 2nd, 4th, 8th …
             yield from self._learn_order(arrivals, recorder)
@@ -367,11 +369,11 @@ class Negotiation:
                 self._repack(replace(self._packing, bucket_bytes=chosen, measured=False))
 
     def _learn_order(self, arrivals: Sequence[int], recorder: Recorder) -> Steps:
-        """Learn in which order gradients arrive, while some are new."""
+        """Learn the order in which gradients arrive, as long as some parameter has no learned place."""
         count = len(self._module_state.specs)
         if self._groups.world_size == 1 or not self.planner.has_unlearned(recorder.agreed):
             return
-        # In memory that the transport prefers: others may block where they are given any other.
+        # In memory that the transport prefers: with other memory some transports block.
         sums = allocator(self._groups.control)(2 * count, torch.int64, torch.device("cpu")).zero_().view(2, count)
         for place, i in enumerate(dict.fromkeys(arrivals)):
             sums[0, i] = place * _POSITIONS // count
@@ -382,7 +384,7 @@ class Negotiation:
         recorder.control_nbytes += sums.nbytes
 
     def order_state(self) -> dict[str, Any]:
-        """The order of arrival as learned so far, by names; nothing of it where the ranks are to connect again."""
+        """The learned order of arrival, by names; the initial state if the ranks have to connect again."""
         if self._groups.is_closed:
             self._forget()
         names = self._module_state.names
@@ -394,9 +396,9 @@ class Negotiation:
         }
 
     def load_order_state(self, state: Mapping[str, Any]) -> None:
-        """Plan buckets by an order that :meth:`order_state` gave, if every rank loads the same; else all begin anew.
+        """Plan buckets by a saved :meth:`order_state`. If the ranks load different ones, all ranks forget them.
 
-        Parameters that it does not have come last.
+        Parameters that are missing in it come last.
         """
         index = {name: i for i, name in enumerate(self._module_state.names)}
         learned = [index[name] for name in state["learned"] if name in index]
@@ -409,7 +411,7 @@ class Negotiation:
         self._repack(self._packing)
 
     def _lines(self, local: bytes | bytearray = b"") -> list[str]:
-        """What all ranks must agree on, a line each."""
+        """Everything that must be the same on all ranks, one line each."""
         packing = self._default
         caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
         lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
@@ -437,7 +439,7 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     """The error that names the ranks that differ from rank 0, and the first difference of their lines. Collective."""
     tables: list[list[str]] = all_gather_json(list(lines), groups.control)
-    with suppress(RuntimeError):  # who leaves first may give the group up, while another still waits for its table
+    with suppress(RuntimeError):  # a rank that returned earlier might close the group while others still gather
         dist.barrier(groups.control)
     reference = tables[0]
     others = [rank for rank, table in enumerate(tables) if table != reference]

@@ -1,13 +1,13 @@
-"""The processes of a group's ranks: which of them live, and what each has done last, seen without asking them.
+"""Shows which processes of a group's ranks are alive, and what each has done last, without asking them.
 
     page of rank 0   | token | how it has left | step, activity, bucket of each of its groups |
     page of rank 1   | ...                                                                    |
 
-Each process keeps one page of memory, in which it writes what it is at, for a fraction of a microsecond. The others on
-its node map the page when a group is made, and can read it when the process is stopped, or is no more; the system says
-which.
+Each process has one page of memory into which it writes its position, in a fraction of a microsecond. The other
+processes of its node map the page when a group is made. They can read it even if the process is stopped or has ended;
+/proc tells which.
 
-Not known are the processes of other nodes, nor any where there is no Linux: ``failures.py`` asks those.
+Processes of other nodes, and of systems other than Linux, are not visible here: ``failures.py`` asks those ranks.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Mapping, Sequence
 
-_LEFT = struct.Struct("<q")  # the length of the text that follows it; 0 as long as the process trains
+_LEFT = struct.Struct("<q")  # 1 + the length of the text that follows; 0 as long as the process trains
 _TEXT_BYTES = 2000
-_RECORD = struct.Struct("<qqqq")
-_STATE = 24  # where in a record it says whether the rank waits, or has left its step
-_RECORDS = 2048  # where they begin
-_GROUPS = 64  # that have a record each at a time; further ones share the last
+_RECORD = struct.Struct("<qqqq")  # step, activity, bucket, _RecordState
+_STATE = 24  # offset of the _RecordState in a record
+_RECORDS = 2048  # offset of the first record in the page
+_GROUPS = 64  # records in a page; groups beyond that share the last one
 _PAGE_BYTES = 4096
 
 
 class Activity(enum.IntEnum):
-    """What a rank can have done last in a step, in order."""
+    """The activities of a rank in one step, in order."""
 
     NONE = 0
     """It has not begun the step."""
     MASK = 1
-    """It has sent which gradients it has."""
+    """It has sent its mask."""
     BUCKET = 2
     """It has begun to pack and send a bucket."""
     VOTE = 3
-    """All of its buckets are sent, and its vote."""
+    """It has sent all buckets and its vote."""
     LATE_BUCKET = 4
     """It has begun to pack and send a bucket of the second round."""
     DONE = 5
     """The step is complete on this rank."""
     GATHER = 6
-    """It has begun to gather parameters, of which each rank has updated its shards."""
+    """It has begun to gather the updated parameters (``DistributedOptimizer``)."""
     GATHERED = 7
-    """It has gathered them."""
+    """It has gathered the updated parameters."""
 
 
 class _RecordState(enum.IntEnum):
@@ -70,19 +70,19 @@ class _RecordState(enum.IntEnum):
     WORKS = 0
     WAITS = 1
     CLOSED = 2
-    """It needs nothing of the others."""
+    """It needs nothing from other ranks."""
 
 
 class Position(NamedTuple):
-    """What a rank has done last; a rank that is behind another is less than that."""
+    """What a rank has done last; positions are ordered, and a rank that is behind is less."""
 
-    step: int  # which synchronized backward, from 1
-    activity: Activity  # how far it has come in it
-    bucket: int  # the number of the bucket, from 0
-    waits: bool = False  # whether it waits for others there, or has given that up
+    step: int  # number of the synchronized backward, from 1
+    activity: Activity  # its last activity in that step
+    bucket: int  # number of the bucket, from 0
+    waits: bool = False  # whether it waits for other ranks there, or has given up
 
     def __str__(self) -> str:
-        """As a clause without a subject."""
+        """The position as a verb phrase, for messages."""
         return {
             Activity.NONE: "had begun no backward",
             Activity.MASK: f"was negotiating in step {self.step}",
@@ -96,12 +96,12 @@ class Position(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """For the attribute of an error."""
+        """The activity's name, for the attribute ``phase`` of an error."""
         return self.activity.name.lower()
 
 
 class Condition(enum.Enum):
-    """How a process is."""
+    """The state of a process."""
 
     RUNNING = "runs"
     STOPPED = "is stopped"
@@ -111,25 +111,24 @@ class Condition(enum.Enum):
 
 @dataclass(frozen=True)
 class ProcessAddress:
-    """Where the other processes of a node find the page of one, and this group's record in it."""
+    """The address at which other processes of a node find a process's page, and the record of one group in it."""
 
-    node: str  # the name of the node, and of the namespace in which its processes are numbered
-    pid: int  # the process, as it sees itself
-    started: int  # when it started, as the system counts; another process may get the number
-    descriptor: int  # of the page, in that process
-    token: str  # what the page begins with
-    record: int  # the record of this group
+    node: str  # the name of the node, followed by that of the PID namespace
+    pid: int  # the process's own PID
+    started: int  # its start time in clock ticks; tells it from a later process with the same PID
+    descriptor: int  # the page's file descriptor in that process
+    token: str  # the first bytes of the page
+    record: int  # the number of the group's record
 
     def packed(self) -> list[str | int]:
-        """It as a list of numbers and texts."""
+        """The fields as a list, for JSON."""
         return [self.node, self.pid, self.started, self.descriptor, self.token, self.record]
 
 
 class PeerProcesses:
-    """The processes of the ranks of one group, as far as they are on this node.
+    """The processes of those ranks of one group that are on this node.
 
-    ``own`` is what :func:`own_address` has given for this group, and ``addresses`` what it has given on each rank,
-    packed.
+    ``own`` is this rank's :func:`own_address` for the group. ``addresses`` has the address of each rank, packed.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class PeerProcesses:
         self._own = own
         self.completed = 0, Activity.DONE, 0  # the last step, activity and bucket that were complete on this rank
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
-        self._gone: list[int] = []  # before this process could map their pages
+        self._gone: list[int] = []  # ranks that ended before this process could map their pages
         page = None if own is None else _page(os.getpid())
         for other, packed in enumerate(addresses):
             if page is None or packed is None or other == rank:
@@ -150,20 +149,20 @@ class PeerProcesses:
                 self._pages[other] = (address, mapped)
             elif address.node == page.node and _has_ended(address):
                 self._gone.append(other)
-        # Called with the step, activity and bucket of this rank, and 0, what it notes of that for the others.
+        # Writes this rank's step, activity, bucket and _RecordState into its record.
         self.write = _no_page if page is None or own is None else page.writer(own.record)
 
     @property
     def on_this_node(self) -> Sequence[int]:
-        """The other ranks that can be seen."""
+        """The other ranks of this node whose pages are mapped."""
         return list(self._pages)
 
     def note_wait(self) -> None:
-        """Note that this rank waits for others, until it notes something else."""
+        """Note that this rank waits for other ranks, until its next note."""
         self._note_state(_RecordState.WAITS)
 
     def note_closed(self) -> None:
-        """Note that this rank has left its step after a failure, until it notes something else."""
+        """Note that this rank has left its step after a failure, until its next note."""
         self._note_state(_RecordState.CLOSED)
 
     def note_open(self) -> None:
@@ -175,23 +174,23 @@ class PeerProcesses:
             _page(os.getpid()).note_state(self._own.record, state)
 
     def completing(self) -> Sequence[int]:
-        """The ranks of this node that still receive what belongs to a step that is complete on this one."""
+        """The ranks of this node that still have to complete a step that is complete on this rank."""
         completed = _progress(*self.completed)
         return [
             rank
             for rank, (address, page) in self._pages.items()
             if _progress(*_position(page, address.record)[:3]) < completed
             and _state(page, address.record) is not _RecordState.CLOSED
-            and self.condition(rank)[0] in (Condition.RUNNING, Condition.STOPPED)  # a stopped one may go on in time
+            and self.condition(rank)[0] in (Condition.RUNNING, Condition.STOPPED)  # a stopped process may continue
         ]
 
     def leave(self, text: str) -> None:
-        """Note that this process is about to end, and why, if that is known."""
+        """Note that this process is about to end; ``text`` is the reason, or empty."""
         if self._own is not None:
             _page(os.getpid()).leave(text)
 
     def position(self, rank: int) -> Position | None:
-        """What a rank has done last; None where that cannot be seen."""
+        """The position of a rank; None if its page is not mapped."""
         if rank == self._rank and self._own is not None:
             return _page(os.getpid()).position(self._own.record)
         if rank not in self._pages:
@@ -200,7 +199,7 @@ class PeerProcesses:
         return _position(page, address.record)
 
     def condition(self, rank: int) -> tuple[Condition, str]:
-        """How the process of a rank of this node is, and what it has said about its end."""
+        """The state of the process of a rank of this node, and the reason that it has left, if any."""
         address, page = self._pages[rank]
         (length,) = _LEFT.unpack_from(page, TOKEN_BYTES)
         if length:
@@ -209,14 +208,14 @@ class PeerProcesses:
         return _condition(address), ""
 
     def lost(self) -> Mapping[int, tuple[Condition, str]]:
-        """The ranks of this node whose processes do not run, with what :meth:`condition` says of them."""
+        """The ranks of this node whose processes do not run, with their :meth:`condition`."""
         found = {rank: self.condition(rank) for rank in self._pages}
         found.update((rank, (Condition.ENDED, "")) for rank in self._gone)
         return {rank: one for rank, one in found.items() if one[0] is not Condition.RUNNING}
 
 
 class _Page:
-    """The page of this process, and those of others that it has mapped."""
+    """The page of this process, and the mapped pages of other processes."""
 
     def __init__(self) -> None:
         self.node = node_name().hex() + _pid_namespace()
@@ -240,7 +239,7 @@ class _Page:
             self._free.append(record)
 
     def writer(self, record: int) -> Callable[[int, int, int, int], object]:
-        """Writes what a rank does into its record; in every step several times, and so without a call of ours."""
+        """Return a function that writes a record. It is called several times a step, so it has no Python frame."""
         return functools.partial(_RECORD.pack_into, self._map, _RECORDS + record * _RECORD.size)
 
     def note_state(self, record: int, state: _RecordState) -> None:
@@ -256,7 +255,7 @@ class _Page:
         _LEFT.pack_into(self._map, TOKEN_BYTES, len(content) + 1)
 
     def peer(self, address: ProcessAddress) -> mmap.mmap | None:
-        """The page of another process; None if it cannot be reached from here."""
+        """The page of another process; None if it is on another node or cannot be mapped."""
         if address.node != self.node:
             return None
         if address.token not in self._peers:
@@ -275,14 +274,14 @@ def _no_page(*_: int) -> None:
 
 @functools.cache
 def _page(_pid: int) -> _Page:
-    """The page of this process; a forked child has one of its own."""
+    """The page of this process, cached by PID: a forked child has a page of its own."""
     return _Page()
 
 
 def own_address() -> ProcessAddress | None:
-    """Where others find the page of this process, with a record in it that goes back when nobody holds the address.
+    """Take a record in this process's page and return its address; the record is free again when the address is gone.
 
-    None where the system has no such memory.
+    Returns None if the system has no such memory.
     """
     try:
         page, started = _page(os.getpid()), _started("self")
@@ -299,7 +298,7 @@ def _position(page: mmap.mmap, record: int) -> Position:
 
 
 def _progress(step: int, activity: Activity, bucket: int) -> tuple[int, int, Activity]:
-    """How far that is, where ranks may gather or agree several times after one backward: ``bucket`` is which time."""
+    """A key that orders progress. From ``GATHER`` on, ``bucket`` counts the gathers after one backward."""
     return step, bucket if activity >= Activity.GATHER else -1, activity
 
 
@@ -318,14 +317,14 @@ def _condition(address: ProcessAddress) -> Condition:
 
 
 def _pid_namespace() -> str:
-    """In which processes have these numbers; OSError where /proc shows those of another one."""
+    """The name of this process's PID namespace; OSError if /proc belongs to another namespace."""
     if int(os.readlink("/proc/self")) != os.getpid():
         raise OSError("/proc does not show this process by its number")
     return os.readlink("/proc/self/ns/pid")
 
 
 def _has_ended(address: ProcessAddress) -> bool:
-    """Whether a process that cannot be reached is no more; not where it belongs to a user that is hidden from this."""
+    """Whether a process whose page cannot be mapped has ended; False if that cannot be told, for another user's."""
     try:
         os.kill(address.pid, 0)
     except ProcessLookupError:
@@ -340,6 +339,6 @@ def _started(pid: str) -> int:
 
 
 def _state_and_start(pid: str) -> tuple[str, int]:
-    # The name of the program, which comes before, may have spaces and brackets.
+    # The program's name comes before the last ")", and may contain spaces and brackets.
     fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return fields[0], int(fields[19])

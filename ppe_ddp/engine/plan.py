@@ -1,23 +1,20 @@
 """Bucket plans: which gradients are reduced together, in which order, at which offsets. Pure, no communication.
 
-    agreed mask     1 0 1 1 0 1           which parameters have a gradient on some rank
-    order           5 3 2 0               those, as backward reaches them
-    buckets         [5 3] [2] [0]         packed up to a size; a large one alone
+    agreed mask     1 0 1 1 0 1           the parameters that have a gradient on some rank
+    order           5 3 2 0               these parameters, as backward reaches them
+    buckets         [5 3] [2] [0]         packed up to a size; a large gradient alone
 
-On several nodes, gradients that exist on one of them only have buckets of their own, which that node sends.
+A plan depends only on the mask, the nodes, the order, the parameters' specifications and the packing. So ranks that
+agree on these compute the same plan and issue the same collectives.
 
-A plan depends on the mask, the nodes, the order, the parameters' specifications and the packing, and on nothing else;
-so ranks that agree on these compute the same plan and issue the same collectives.
-
-Masks tell on which node each gradient exists, where that is one only, by the same MAX over the ranks:
+On several nodes, gradients that exist on one node only have buckets of their own. They need no sum over the nodes:
+their node sends them, which is half the traffic. The same MAX over the ranks finds that node:
 
     a rank of node k, of n nodes, sends     1 + k, n - k    for a gradient that it has
-                                            0, 0            for one that it lacks
-    the maxima of all ranks are             0, 0            no rank has it
-                                            1 + k, n - k    only ranks of node k have it
-                                            a, b            several nodes have it: a + b > n + 1
-
-Such a gradient need not be summed over the nodes: its own sends it, which is half the traffic.
+                                            0, 0            for a gradient that it lacks
+    the maxima of all ranks are             0, 0            if no rank has it
+                                            1 + k, n - k    if only ranks of node k have it
+                                            a, b            if several nodes have it: a + b > n + 1
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_TRIGGER_BYTES = 1 << 16  # of a gradient that takes longer to compute than to ask after the buckets
-_TRIGGERS = 16  # for each bucket, which is launched so much of its size late at most
+_TRIGGER_BYTES = 1 << 16  # a gradient of this size takes longer to compute than a check of the buckets
+_TRIGGERS = 16  # launch triggers a bucket: a bucket is launched late by at most this fraction of its size
 _BUCKET_CAP_MB = 4.0
-_GPU_BUCKET_CAP_MB = 25.0  # torch's
-_ADOPTED_FROM = 8  # buckets: what is larger than 32 MiB is sent by itself, and nothing waits for it
-_KEPT_PLANS = 32  # for a model that changes between so many sets of gradients
+_GPU_BUCKET_CAP_MB = 25.0  # the default of torch's DDP
+_ADOPTED_FROM = 8  # buckets: a gradient of this size (32 MiB by default) has a bucket of its own
+_KEPT_PLANS = 32  # a model may switch between so many sets of gradients without new plans
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,11 @@ class ParameterSpec:
 
     name: str  # the name in the wrapped module
     shape: tuple[int, ...]  # of the parameter and its gradient
-    stride: tuple[int, ...]  # of the gradient: the parameter's own where that is dense, else row-major
+    stride: tuple[int, ...]  # of the gradient: the parameter's own if that is dense, else row-major
     dtype: torch.dtype  # of the parameter and its gradient
     device: torch.device  # of the gradient; its index may differ from rank to rank
     sparse: bool = False  # whether the gradient is a sparse tensor (an embedding with ``sparse=True``)
-    placements: str = ""  # of a DTensor, whose local tensor the rest describes; for people to read
+    placements: str = ""  # of a DTensor, for messages; the other fields describe its local tensor
 
     @cached_property
     def numel(self) -> int:
@@ -72,8 +69,8 @@ class ParameterSpec:
         return is_packed(zip(reversed(self.stride), reversed(self.shape), strict=True))
 
     def described(self) -> str:
-        """The part that ranks must agree on as text, for fingerprints and messages."""
-        # A scalar and a vector of one element are the same message, and programs for pytorch-pfn-extras mix them.
+        """The properties that must be the same on all ranks, as text for fingerprints and messages."""
+        # A scalar and a vector of one element give the same message; programs for pytorch-pfn-extras mix them.
         shape, stride = self.shape or (1,), self.stride or (1,)
         layout = "sparse" if self.sparse else f"strides {stride}"
         part = f", {self.placements}" if self.placements else ""
@@ -88,11 +85,11 @@ class Packing:
     # a message less often.
     bucket_bytes: int
     adopt_bytes: int  # a gradient of at least this size has a bucket of its own
-    # Whether a bucket always has the same parameters and is sent whole if any of them has a gradient. Costs bytes;
-    # needed by hooks that keep state by bucket index.
+    # A bucket always has the same parameters, and is sent whole if any of them has a gradient. This costs bytes; hooks
+    # that keep state by bucket index need it.
     fixed: bool = False
-    first_bytes: tuple[int, ...] = ()  # instead of ``bucket_bytes``, the sizes of the buckets that are launched first
-    # Whether ``bucket_bytes`` is to be replaced by what is best by the first steps (``negotiation.py``).
+    first_bytes: tuple[int, ...] = ()  # sizes of the buckets that are launched first, instead of ``bucket_bytes``
+    # The first steps are measured to choose ``bucket_bytes`` (``negotiation.py``).
     measured: bool = False
 
     @classmethod
@@ -104,9 +101,10 @@ class Packing:
         fixed: bool = False,
         measured: bool = False,
     ) -> Packing:
-        """The packing for buckets of these sizes in MiB, in launch order, the last one for all further ones.
+        """The packing for buckets of these sizes in MiB, in launch order; the last size is for all further buckets.
 
-        None is the default, which depends on where parameters are; on CPUs, what is ``measured`` may replace it.
+        None is the default, which depends on the parameters' device. With ``measured``, CPU parameters and the default,
+        the size is measured.
         """
         on_gpu = any(spec.device.type == "cuda" for spec in specs)
         measured = measured and caps_mb is None and not on_gpu and not fixed
@@ -127,13 +125,13 @@ class BucketPlan:
 
     index: int  # its number, ``GradBucket.index()``
     members: tuple[int, ...]  # parameter indices in the order in which they lie in the bucket
-    offsets: tuple[int, ...]  # where each member starts, in elements from the start of the bucket
+    offsets: tuple[int, ...]  # the start of each member, in elements from the start of the bucket
     numel: int  # its size in elements
     dtype: torch.dtype  # of all members
     device: torch.device  # of all members
-    sparse: bool  # whether the single member is sparse
-    row_major: bool  # whether all members are
-    # The only node on which its gradients exist; None where several have some, or it is not known.
+    sparse: bool  # whether its only member is sparse
+    row_major: bool  # whether all members are row-major
+    # The only node on which its gradients exist; None if several nodes have some, or nodes are not known.
     node: int | None = None
 
     @cached_property
@@ -144,21 +142,21 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The buckets of one backward, in launch order. Plans are kept, and told apart by which object they are."""
+    """The buckets of one backward, in launch order. Plans are cached, and compared by identity."""
 
     present: bytes  # one byte a parameter: whether some rank has its gradient
     buckets: tuple[BucketPlan, ...]  # in the order in which every rank launches them
-    bucket_of: dict[int, int]  # parameter index to position in ``buckets``
-    last: int  # position of the last bucket that a function or hook gets: neither sparse nor empty; -1 if there is none
+    bucket_of: dict[int, int]  # from parameter index to position in ``buckets``
+    last: int  # position of the last bucket that a function or hook gets, neither sparse nor empty; -1 if none
 
 
 def make_plan(
     present: bytes, specs: Sequence[ParameterSpec], order: Sequence[int], packing: Packing, nodes: bytes = b""
 ) -> Plan:
-    """Plan the buckets for the gradients in ``present``: a byte a parameter, not 0 where some rank has the gradient.
+    """Plan the buckets for the gradients in ``present``: one byte a parameter, nonzero if some rank has the gradient.
 
     ``order`` has all parameter indices, as backward is expected to reach them. ``nodes`` has one byte a parameter: 1 +
-    the only node that has the gradient, else 0; it is empty where nothing is known of nodes, or it does not matter.
+    the only node that has the gradient, else 0. It is empty if nodes are not known, or do not matter.
     """
     chosen = order if packing.fixed else [i for i in order if present[i]]
     nodes = nodes if nodes and not packing.fixed else bytes(len(specs))
@@ -174,7 +172,7 @@ def make_plan(
 
 
 def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packing, nodes: bytes) -> list[list[int]]:
-    """Group parameter indices; a group stands where its last member stands in ``chosen``."""
+    """Group parameter indices; groups are in the order of their last members in ``chosen``."""
     groups: list[list[int]] = []
     open_groups: OrderedDict[tuple[torch.dtype, torch.device, int], list[int]] = OrderedDict()
     sizes: dict[tuple[torch.dtype, torch.device, int], int] = {}
@@ -196,7 +194,7 @@ def _pack(chosen: Sequence[int], specs: Sequence[ParameterSpec], packing: Packin
 
 
 def _place(index: int, members: list[int], specs: Sequence[ParameterSpec], packing: Packing, node: int) -> BucketPlan:
-    """Give the members their offsets; ``node`` is -1 where they have none in common."""
+    """Give the members their offsets; ``node`` is -1 if they are not on one node only."""
     first = specs[members[0]]
     row_major = all(specs[i].is_row_major for i in members)
     if row_major and not packing.fixed:
@@ -219,7 +217,7 @@ def _place(index: int, members: list[int], specs: Sequence[ParameterSpec], packi
 
 
 def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> list[int]:
-    """The members, those behind one another that one call can concatenate: of the same shape but for its first size."""
+    """Put members next to each other that one call can concatenate: their shapes are equal except in dimension 0."""
     alike: dict[object, list[int]] = {}
     for i in members:
         shape = specs[i].shape
@@ -228,13 +226,13 @@ def _alike_together(members: Sequence[int], specs: Sequence[ParameterSpec]) -> l
 
 
 class Planner:
-    """Makes plans for agreed masks, and caches the most recently used ones."""
+    """Makes plans for agreed masks, and caches the most recently used plans."""
 
     def __init__(self, specs: Sequence[ParameterSpec], packing: Packing) -> None:
         self.specs = tuple(specs)
         self.packing = packing
         self._learned: set[int] = set()
-        # Backward reaches parameters roughly in the reverse of their registration, until we know better.
+        # Until the order is learned: backward reaches parameters roughly in the reverse order of registration.
         self._set_order(list(range(len(self.specs)))[::-1])
 
     def repack(self, packing: Packing) -> None:
@@ -243,14 +241,14 @@ class Planner:
         self._set_order(self.order)
 
     def has_unlearned(self, present: bytes) -> bool:
-        """Whether ``present`` has a parameter whose place in the order is still a guess.
+        """Whether ``present`` has a parameter whose place in the order is not learned yet.
 
-        Never for fixed buckets, which another order would fill with other parameters.
+        Always False for fixed buckets: another order would change their parameters.
         """
         return not self.packing.fixed and any(here and i not in self._learned for i, here in enumerate(present))
 
     def learn(self, positions: Sequence[float | None]) -> None:
-        """Set the order by agreed arrival positions in [0, 1), None where no rank saw the parameter.
+        """Set the order by agreed arrival positions in [0, 1), None for parameters that arrived on no rank.
 
         Every rank must pass the same numbers.
         """
@@ -262,11 +260,11 @@ class Planner:
 
     @property
     def learned(self) -> list[int]:
-        """The parameters whose places in the order are no guess."""
+        """The parameters whose places in the order are learned."""
         return sorted(self._learned)
 
     def restore(self, order: Sequence[int], learned: Sequence[int]) -> None:
-        """Take an order that was learned before; every rank must pass the same."""
+        """Set a saved order; every rank must pass the same."""
         self._learned = set(learned)
         self._set_order(list(order))
 
@@ -275,10 +273,10 @@ class Planner:
         specs, packing = self.specs, self.packing
         self.plan = lru_cache(_KEPT_PLANS)(lambda present, nodes=b"": make_plan(present, specs, order, packing, nodes))
         self.learned_digest = fingerprint([f"{order} {self.learned}"]).hex()
-        """Tells of the order, and of what in it was learned."""
+        """The digest of the order, and of which places in it are learned."""
         self.launch_triggers: set[int] = set()
-        """The parameters at whose arrival the reducer launches the buckets that are ready: the large ones, and among
-        the small ones some for each bucket."""
+        """The parameters at whose arrival the reducer launches the buckets that are ready: all large parameters, and
+        some of the small ones in each bucket."""
         most = max(_TRIGGER_BYTES, self.packing.bucket_bytes // _TRIGGERS)
         size = 0
         for i in order:
@@ -297,28 +295,30 @@ def fingerprint(lines: Sequence[str]) -> bytes:
     return digest.digest()
 
 
-MOST_NODES = 254  # that a byte can tell from one another
+MOST_NODES = 254  # that fit into a byte
 _IS_PRESENT = bytes([0, *[1] * 255])
 
 
 @dataclass(frozen=True)
 class NodeMasks:
-    """How the ranks of one node write masks, and all ranks read them."""
+    """Encodes and decodes masks that tell the node of each gradient."""
 
     node: int  # the number of this rank's node
-    count: int  # how many nodes there are
+    count: int  # the number of nodes
 
     def written(self, local: bytes | bytearray) -> tuple[bytes, bytes]:
-        """The two messages for a mask of one byte a parameter, non-zero where this rank has the gradient."""
+        """The two fields for a mask of one byte a parameter, nonzero if this rank has the gradient."""
         numbers = (1 + self.node, self.count - self.node)
         first, second = (local.translate(bytes([0, *[number] * 255])) for number in numbers)
         return bytes(first), bytes(second)
 
     def read(self, first: bytes, second: bytes, sizes: Sequence[int]) -> tuple[bytes, bytes]:
-        """The agreed mask, and of each parameter 1 + the only node that has its gradient, else 0.
+        """The agreed mask, and for each parameter 1 + the only node that has its gradient, else 0.
 
-        Given are the maxima of both messages, and the sizes of gradients in bytes, 0 where the node makes no
-        difference.
+        Args:
+            first: The maxima of the first field.
+            second: The maxima of the second field.
+            sizes: The bytes of each gradient; 0 if its node makes no difference.
         """
         present = first.translate(_IS_PRESENT)
         only = self.count + 1
@@ -326,7 +326,7 @@ class NodeMasks:
         return present, nodes if self._gains(nodes, sizes) else bytes(len(nodes))
 
     def _gains(self, nodes: bytes, sizes: Sequence[int]) -> bool:
-        """Whether the links are done sooner than with sums: a broadcast is a tree, whose root sends several times."""
+        """Whether sending by nodes is faster than summing: the root of a broadcast tree sends several times."""
         each = [sum(compress(sizes, nodes.translate(_only(number)))) for number in range(1, self.count + 1)]
         times = (self.count - 1).bit_length()
         return 0 < max(each) * times * self.count <= 2 * (self.count - 1) * sum(each)
@@ -337,7 +337,7 @@ def _only(number: int) -> bytes:
 
 
 def is_packed(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Whether (stride, size) of dimensions, the innermost first, leave neither holes nor overlap."""
+    """Whether dimensions, given as (stride, size) from the innermost on, have neither holes nor overlap."""
     expected = 1
     for stride, size in dimensions:
         if size != 1 and stride != expected:
@@ -347,5 +347,5 @@ def is_packed(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills its memory without holes or overlap, in some order of its dimensions."""
+    """Whether the tensor fills its memory without holes or overlap, for some order of its dimensions."""
     return is_packed(sorted(zip(tensor.stride(), tensor.shape, strict=True)))

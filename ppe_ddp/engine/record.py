@@ -1,8 +1,8 @@
-"""Records of what happens when on this rank, for tests, benchmarks and pictures.
+"""Records clock readings of this rank's events, for tests, benchmarks and timelines.
 
-A :class:`Recorder` is there for each backward: a few clock readings a bucket, of which the readable :class:`Trace` is
-made on demand. An :class:`EventLog` is there only while somebody makes a timeline: it keeps the recorders of all
-backwards, and what lies outside of them. What could write into it looks first whether there is one, which costs 30 ns.
+Each backward has a :class:`Recorder`: a few clock readings a bucket, from which a readable :class:`Trace` is made on
+demand. An :class:`EventLog` exists only while a timeline is made. It keeps the recorders of all backwards, and the
+events outside of them. Code that could write to it first checks whether it exists, which costs 30 ns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def span(name: str) -> AbstractContextManager[object]:
 
 
 def in_ranges(name: str, steps: Generator[T, None, R]) -> Generator[T, None, R]:
-    """The same steps, each marked as a range ``ppe_ddp.<name>``."""
+    """Run ``steps``, each as a range ``ppe_ddp.<name>`` in torch's profiler."""
     while True:
         with span(name):
             try:
@@ -57,8 +57,8 @@ class BucketTrace:
         ready_ns: When the last of its gradients that exist here had arrived.
         launch_ns: When its launch began: packing its gradients, and handing them to the transport.
         packed_ns: When its gradients had been packed, and the function or hook was called.
-        launched_ns: When that was over and this thread went on. What lies between the launch and here is the host's own
-            time for the bucket; where the function or the transport blocks, all of its communication.
+        launched_ns: When its launch was over and this thread went on. The time since ``launch_ns`` is the host's own
+            time for the bucket. If the function or the transport blocks, it includes all of its communication.
         done_ns: When its result was in place.
         repair: Whether it belongs to the second round.
     """
@@ -81,7 +81,7 @@ class Trace:
         local: Names of the parameters that were expected to have a gradient here.
         agreed: Names of the parameters that have a gradient on some rank.
         buckets: In launch order, the second round after the first.
-        control_nbytes: Bytes of masks, this rank's.
+        control_nbytes: Bytes of masks that this rank sent.
         agreed_ns: When the agreed mask was known.
         backward_ns: When autograd had finished and only communication was left.
         total_ns: When the gradients were handed over.
@@ -126,7 +126,7 @@ class Trace:
 
 @dataclass
 class Recorder:
-    """The clock readings of one backward, cheap to take: by index, without names. 0 stands for never."""
+    """The clock readings of one backward, by ``perf_counter_ns()``. 0 stands for never."""
 
     names: tuple[str, ...]  # of all parameters
     begin: int = field(default_factory=perf_counter_ns)  # when the backward reached the module
@@ -136,15 +136,15 @@ class Recorder:
     agreed_at: int = 0  # when this rank had noticed the agreed mask
     backward_at: int = 0  # when autograd had finished
     vote_at: int = 0  # when the vote was sent
-    voted_at: int = 0  # when its result had arrived; known while a timeline is made
-    averaged_at: int = 0  # when all averages were there, and were written to ``.grad``
+    voted_at: int = 0  # when its result had arrived; recorded while a timeline is made
+    averaged_at: int = 0  # when all averages had arrived, before they were written to ``.grad``
     returned_at: int = 0  # when the end of the backward was over
     done_at: int = 0  # when the gradients were handed over: later, where results are waited for later (Megatron)
     control_nbytes: int = 0  # bytes of masks
     rounds: list[RoundRecord] = field(default_factory=list)  # of buckets
 
     def note_vote(self) -> None:
-        """The result of the vote has arrived."""
+        """Note that the result of the vote has arrived."""
         self.voted_at = perf_counter_ns()
 
     def trace(self) -> Trace:
@@ -174,13 +174,13 @@ class BucketRecord:
     launch: int = 0  # when its launch began
     packed: int = 0  # when its gradients had been packed
     launched: int = 0  # when the launch was over
-    arrived: int = 0  # when what was sent had arrived from all ranks; known while a timeline is made
-    done: int = 0  # when the end of the backward had come by it
-    nbytes: int = 0  # what this rank has sent
-    goes_in_turns: bool = False  # whether its messages are logged one by one, as those of a compressor are
+    arrived: int = 0  # when the messages of all ranks had arrived; recorded while a timeline is made
+    done: int = 0  # when the end of the backward had waited for it
+    nbytes: int = 0  # bytes that this rank has sent
+    goes_in_turns: bool = False  # whether its messages are logged one by one, as for a compressor
 
     def note_arrival(self) -> None:
-        """What it has sent has arrived from all ranks."""
+        """Note that the messages of all ranks have arrived."""
         self.arrived = perf_counter_ns()
 
 
@@ -198,7 +198,7 @@ class RoundRecord:
             BucketTrace(
                 parameters=tuple(names[i] for i in bucket.members),
                 nbytes=one.nbytes,
-                # a bucket without gradients of this rank is ready from the beginning
+                # a bucket without gradients of this rank waits for none
                 ready_ns=(one.ready or one.launch) - begin,
                 launch_ns=one.launch - begin,
                 packed_ns=(one.packed or one.launch) - begin,
@@ -213,23 +213,23 @@ class RoundRecord:
 
 
 class Span(NamedTuple):
-    """Something that took a while."""
+    """An event with a duration."""
 
-    kind: str  # what it was; :data:`ppe_ddp.tracing.rank_record.KINDS` lists them
-    name: str  # which one
+    kind: str  # one of :data:`ppe_ddp.tracing.rank_record.KINDS`
+    name: str  # tells it from others of its kind
     begin: int  # by ``perf_counter_ns()``
     end: int  # by the same clock
-    nbytes: int = 0  # what this rank has sent; 0 where it is no message
+    nbytes: int = 0  # bytes that this rank has sent; 0 if it is no message
 
 
 class EventLog:
-    """Collects spans, and the recorders of backwards. The newest are kept, where it gets too long.
+    """Collects spans and the recorders of backwards; beyond a maximum it drops the oldest.
 
     ``on_groups`` is called when a wrapper has made its groups, on all of their ranks together.
     """
 
     current: ClassVar[EventLog | None] = None
-    """The one to write into; None while no timeline is made."""
+    """The log to write to; None while no timeline is made."""
 
     def __init__(self, on_groups: Callable[[Groups], None]) -> None:
         self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)  # all spans that have ended
@@ -239,33 +239,33 @@ class EventLog:
         self._begun: dict[tuple[str, int], int] = {}
 
     def begin(self, kind: str, owner: object) -> None:
-        """Something of this kind begins, of which each ``owner`` has one at a time."""
+        """Begin a span of this kind; each ``owner`` has one at a time."""
         self._begun[kind, id(owner)] = perf_counter_ns()
 
     def end(self, kind: str, owner: object, name: str) -> None:
-        """What ``owner`` has begun has ended."""
+        """End the span that ``owner`` has begun; does nothing if there is none."""
         begin = self._begun.pop((kind, id(owner)), None)
         if begin is not None:
             self.add(kind, name, begin)
 
     def add(self, kind: str, name: str, begin: int, nbytes: int = 0) -> None:
-        """Something has taken from ``begin`` until now."""
+        """Add a span from ``begin`` until now."""
         self.spans.append(Span(kind, name, begin, perf_counter_ns(), nbytes))
 
     def add_message(self, kind: str, name: str, begin: int, pending: Any, nbytes: int = 0) -> None:
-        """A message is under way since ``begin``; it is added when it has arrived."""
+        """Add a span from ``begin`` when the message ``pending`` has arrived."""
         watch(pending, lambda: self.add(kind, name, begin, nbytes))
 
 
 def watch(pending: Any, arrived: Callable[[], None]) -> bool:
-    """Have ``arrived`` called when ``pending`` has, in whatever thread that is noticed; False if nobody can tell."""
+    """Call ``arrived`` when ``pending`` has arrived, in the thread that notices it; False if it cannot be noticed."""
     pending = getattr(pending, "work", pending)
-    if isinstance(pending, Work):  # its future would wait for it, and take the time that is to be measured
+    if isinstance(pending, Work):  # its future would wait for it, and so change the measured time
         pending.when_ended(arrived)
         return True
     try:
         future = pending if is_future(pending) else pending.get_future()
         future.add_done_callback(lambda _: arrived())
-    except (AttributeError, NotImplementedError, RuntimeError):  # a Work need not have one
+    except (AttributeError, NotImplementedError, RuntimeError):  # a Work need not have a future
         return False
     return True

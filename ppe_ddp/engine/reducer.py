@@ -1,10 +1,10 @@
 """The reducer: follows each backward by autograd's hooks, and decides when its synchronizer communicates.
 
-    first hook, on an output or a parameter     begin: ask autograd what it will reach; start the mask exchange
-    each gradient that arrives                  mask agreed on? then plan; launch the buckets that are ready
-    end of backward                             launch the rest; vote; wait; set .grad; second round if voted
+    first hook, on an output or a parameter     ask autograd which parameters backward reaches; start the mask exchange
+    each gradient that arrives                  once the mask is agreed: make the plan, launch buckets that are ready
+    end of backward                             launch the rest; vote; wait; second round if voted; set .grad
 
-Everything here is local; what is sent to the other ranks is in ``synchronizer.py``.
+The reducer sends nothing itself; ``synchronizer.py`` makes all calls that reach other ranks.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ logger = logging.getLogger("ppe_ddp")
 class Reducer(Generic[C]):
     """Synchronizes the gradients of one module.
 
-    It communicates while backward runs, with ``overlap``; without it, or while there are ``sync_hooks``, which are
-    called with what ``wrapper`` returns, when backward is over.
+    With ``overlap`` it communicates while backward runs, else when backward is over. If there are ``sync_hooks``, it
+    calls them with the result of ``wrapper`` when backward is over, and communicates then.
     """
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Reducer[Any]]] = weakref.WeakValueDictionary()
-    """Those of this process: one backward may be that of several, and one error aborts all of them."""
+    """All reducers of this process: one backward may pass several wrappers, and one error aborts all of them."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class Reducer(Generic[C]):
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
         self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad, turns=lambda: synchronizer.turns)
-        """Which other wrappers have some of the parameters."""
+        """The parameters that it shares with other wrappers."""
         self._overlap = overlap
         self._wrapper = wrapper
         self._sync_hooks = sync_hooks
-        self._lock = threading.RLock()  # in a CUDA backward, hooks are called by one thread a device
+        self._lock = threading.RLock()  # with CUDA, autograd calls hooks from one thread a device
         self._backward: Backward | None = None
         self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
         self._recorded: Callable[[], object] = lambda: None  # of the last backward in no_sync(), while it runs
@@ -110,7 +110,7 @@ class Reducer(Generic[C]):
 
     @contextmanager
     def looking_at_module(self) -> Generator[None, None, None]:
-        """Tell the other ranks, which train on, of an error with which this one refuses its module."""
+        """Tell the other ranks, which train on, if this rank refuses its module with an error."""
         try:
             yield
         except (UnusableError, ValueError) as error:
@@ -119,7 +119,7 @@ class Reducer(Generic[C]):
             raise
 
     def check(self) -> None:
-        """Raise :class:`UnusableError` where this wrapper can no longer be used, and say what to do."""
+        """Raise :class:`UnusableError`, which says what to do, if this wrapper can no longer be used."""
         self.groups.check()
         self.shared.check()
 
@@ -134,43 +134,43 @@ class Reducer(Generic[C]):
         self._arrivals.remove()
 
     def trace(self) -> Trace | None:
-        """The last synchronized backward."""
+        """The trace of the last synchronized backward."""
         return None if self._last is None else self._last.trace()
 
     @property
     def connections(self) -> Sequence[Groups]:
-        """The groups in which the wrapper sends."""
+        """The groups in which the wrapper communicates."""
         return self.synchronizer.groups
 
     @property
     def is_running(self) -> bool:
-        """Whether a synchronization may be under way."""
+        """Whether a synchronization may be in flight."""
         return self._backward is not None
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is only this rank's, and its average is still to come."""
+        """Whether a gradient that arrives now is this rank's own and will be averaged."""
         backward = self._backward
         return self.enabled and backward is not None and backward.phase is not Phase.FAILED
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
     def recover(self) -> bool:
-        """Finish what an aborted backward has left; whether none is under way, and parameters may be replaced."""
+        """Finish an aborted backward; returns whether no backward is running, so that parameters may be replaced."""
         backward = self._running()
         self._arrivals.stop_recording()
         return backward is None
 
     def before_forward(self) -> None:
-        """Find hooks that the user has added since the last forward; this wrapper is used now."""
+        """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""
         self.shared.use()
         self._user_grad_hooks.defer()
 
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
-        """Begin a backward when it reaches any tensor in ``outputs``, those of one forward of the module.
+        """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.
 
         Returns:
-            What to return in their place.
+            The outputs to return to the user in their place.
         """
         if self._parameters:
             outputs = mapped(self._with_node, outputs)
@@ -178,9 +178,9 @@ class Reducer(Generic[C]):
         return outputs
 
     def _with_node(self, output: Tensor) -> Tensor:
-        """An output that a backward can be noticed at: for a leaf, such as an input that is passed on, a view of it.
+        """Return ``output``, or a view of it if it is a leaf (such as an input that is passed on), which has no node.
 
-        A parameter of the module's has a hook of its own.
+        A parameter of the module needs no view: it has a hook of its own.
         """
         is_leaf = output.requires_grad and output.grad_fn is None
         return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
@@ -199,12 +199,13 @@ class Reducer(Generic[C]):
                 self._recorded = weakref.ref(end)
                 at_end_of_backward(end)
         for other in self._everyone() if len(self._all) > 1 else ():
-            # An error before it comes to their outputs has to end those, too.
+            # Begin the other wrappers that this backward will reach: an error before it reaches their outputs has to
+            # end their synchronization as well.
             if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
                 other._begin_once()
 
     def _begin_once(self) -> bool:
-        """Begin the backward that runs on this thread; whether it had not begun."""
+        """Begin the backward that runs on this thread; returns False if it has begun already."""
         with self._lock:
             if self._started is not None:
                 self._forget_failed()
@@ -215,13 +216,13 @@ class Reducer(Generic[C]):
 
     @classmethod
     def _everyone(cls) -> list[Reducer[Any]]:
-        # In one piece: another thread may make a wrapper now.
+        # valuerefs() copies in one step: another thread may make a wrapper meanwhile.
         return [one for reference in cls._all.valuerefs() if (one := reference()) is not None]
 
     def _is_reached(self) -> bool:
         """Whether the backward that runs on this thread will reach this wrapper.
 
-        It shows in a parameter that no other wrapper has, or in an output: a graph may use none of the parameters.
+        Either it reaches a parameter that no other wrapper has, or it reaches an output: a graph may use no parameter.
         """
         parameters = self._parameters
         has_alone = bool(parameters) and self.shared.has_alone([parameters[i] for i in self._arrivals.reached()])
@@ -269,7 +270,7 @@ class Reducer(Generic[C]):
                 self._fail(backward, error, waits=True)
 
     def _count_arrived(self, backward: Backward, *indices: int) -> None:
-        """Count the gradients that were recorded, and those of ``indices``, as arrived."""
+        """Count the recorded gradients, and then those of ``indices``, as arrived."""
         arrived = [*self._arrivals.take_recorded(), *indices]
         backward.arrivals += arrived
         waiting = backward.waiting
@@ -307,7 +308,7 @@ class Reducer(Generic[C]):
                 self.synchronizer.make_schedule(backward).launch_ready()
 
     def _running(self) -> Backward | None:
-        """The backward under way; one whose graph task has died is finished first."""
+        """The running backward, or None; finishes one whose graph task is gone."""
         backward = self._backward
         if backward is None or backward.alive() is not None:
             return backward
@@ -316,7 +317,7 @@ class Reducer(Generic[C]):
         return None
 
     def _begin(self, arrived: int | None = None) -> Backward | None:
-        """Begin the backward that runs on this thread; None if it reaches no parameter for this wrapper."""
+        """Begin the backward that runs on this thread; None if it accumulates no gradients for this wrapper."""
         if arrived is not None and self.shared.is_for_another(self._parameters[arrived]):
             return None
         try:
@@ -341,8 +342,8 @@ class Reducer(Generic[C]):
         self.groups.check_process()
         if self._arrivals.streams is not None:
             self._arrivals.check(self.groups.rank)
-        # One that reaches nothing here may on other ranks. Or nothing yet: reentrant checkpoints have graph tasks of
-        # their own; the first arrival in one begins it anew.
+        # A backward that reaches no parameter here may reach some on other ranks. Or it reaches them through reentrant
+        # checkpoints, which have graph tasks of their own: the first arrival there begins it anew.
         turn = self.shared.turn()
         triggers: Collection[int] = ()
         is_put_off = not self._overlap or self._sync_hooks or turn is not None or self.synchronizer.sends_nothing
@@ -366,7 +367,7 @@ class Reducer(Generic[C]):
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
             self.synchronizer.weights.remember(has_failed=True)
-            self._backward = None  # which the error, if somebody keeps it, would keep
+            self._backward = None  # the error, which the user may keep, would keep it alive
             if not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
                 raise backward.met
             return
@@ -380,7 +381,7 @@ class Reducer(Generic[C]):
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn, self.note_failure)
 
     def note_failure(self) -> None:
-        """This step has failed on this rank, in this wrapper or in another one: nobody need be told of it."""
+        """Note that this step has failed here, in this wrapper or another one, and that the other ranks are told."""
         self.synchronizer.knows_of_failure = True
 
     def _conclude(self, backward: Backward, drift: DriftCheck | None) -> None:
@@ -402,22 +403,22 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
-                # Before a mask has told of what is in .grad, the user may have dropped what was weighed before.
+                # Without a backward and before the mask was sent, the user may have dropped the weighed gradients.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
                     self.synchronizer.weights.remember(has_failed=True)
             raise
 
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
-        """End ``backward``, which ``error`` has ended here, for the other ranks; may raise what is to be raised."""
+        """End ``backward``, which has failed here with ``error``, for the other ranks; may raise another error."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
         if backward.phase is Phase.BEGUN and is_own and not self.synchronizer.has_told:
-            yield from self._finish_aborted(backward)  # the other ranks were sent nothing yet
+            yield from self._finish_aborted(backward)  # this rank has sent nothing, so it can still take part
         elif backward.phase not in (Phase.OVER, Phase.FAILED):
             self._backward = None
             self._fail(backward, error)
 
     def _complete(self, backward: Backward) -> Steps:
-        """Complete ``backward``; with new connections if its own turn out to have been closed by an older failure."""
+        """Complete ``backward``; with new connections, if a failure of the previous step has closed the old ones."""
         backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             steps = self.synchronizer.complete(backward)
@@ -441,7 +442,7 @@ class Reducer(Generic[C]):
         self._backward = None
 
     def _end_arrivals(self, backward: Backward) -> None:
-        """Backward is over: count the arrivals that were recorded, and let every hook call again."""
+        """Count the recorded arrivals at the end of backward, and let every hook call back again."""
         backward.recorder.backward_at = perf_counter_ns()
         if not backward.is_manual:
             self._arrivals.stop_recording()
@@ -453,9 +454,9 @@ class Reducer(Generic[C]):
         self.synchronizer.start_negotiation(backward)
 
     def start(self, *, silent: bool = False) -> None:
-        """Begin a synchronization of what is in ``.grad`` now; all ranks must take part, each in its own way.
+        """Begin to synchronize the gradients in ``.grad``; other ranks take part by this call or by a backward.
 
-        A ``silent`` rank contributes and takes nothing; it only makes the collectives that other ranks wait for.
+        A ``silent`` rank contributes and takes nothing; it only issues the collectives that other ranks wait for.
         """
         with self._lock:
             self._forget_failed()
@@ -470,28 +471,28 @@ class Reducer(Generic[C]):
             started = self._completion(backward)
             if backward.turn is None:
                 started.advance()
-            if backward.aborted or backward.phase is Phase.FAILED:  # by an error, which is to be raised here
+            if backward.aborted or backward.phase is Phase.FAILED:  # finish() raises the error
                 started.finish()
             self._started = started
             started.keep_open()
 
     @property
     def is_started(self) -> bool:
-        """Whether :meth:`start` was called, and :meth:`finish` not."""
+        """Whether :meth:`start` was called and :meth:`finish` was not."""
         return self._started is not None
 
     def _forget_failed(self) -> None:
-        """Another step begins, or this one is given up: nobody asks any more how what was started has ended."""
+        """Forget a failed synchronization that :meth:`start` began, as another step begins or this one is given up."""
         started = self._started
         if started is None:
             return
-        if not started.is_done and self.groups.has_failed:  # of which this rank has heard in another wrapper alone
+        if not started.is_done and self.groups.has_failed:  # this rank has heard of it in another wrapper only
             finish([started])
         if started.has_failed:
             self._started = None
 
     def finish(self, *, silent: bool = False) -> None:
-        """Finish the synchronization that :meth:`start` began, or do both."""
+        """Finish the synchronization that :meth:`start` began, or begin one and finish it."""
         with self._lock:
             backward = self._running()
             if self._started is None and backward is None:
@@ -507,7 +508,7 @@ class Reducer(Generic[C]):
     def _fail(self, backward: Backward, error: BaseException, *, waits: bool = False) -> None:
         """End the synchronization on all ranks, put this rank's gradients back, and raise.
 
-        If it ``waits``, backward goes on first after an error that :meth:`_can_wait`.
+        With ``waits``, an error that :meth:`_can_wait` is raised at the end of backward instead.
         """
         instead = self.synchronizer.fail(backward, error)
         told = instead or error
@@ -519,19 +520,19 @@ class Reducer(Generic[C]):
             raise instead from error
 
     def _can_wait(self, error: BaseException) -> TypeGuard[Exception]:
-        """Whether this rank has to come to the end of its backward first, as layers of another rank may wait for it."""
+        """Whether ``error`` is raised at the end of backward only, as layers of another rank may wait for this rank."""
         if self.synchronizer.commits is not None:
             return isinstance(error, PeerAbortedError | CommunicationError)
         return self.synchronizer.is_split and isinstance(error, Exception)
 
     def abort(self, reason: str) -> None:
-        """Give this step up on all ranks, however far this one has come; nothing if they know of it already."""
+        """Give this step up on all ranks, in whatever phase this rank is; does nothing if they know of it already."""
         with self._lock:
             self._forget_failed()
             self.synchronizer.weights.give_up()
-            if self._started is not None and self._started.is_done:  # with its averages, as on the others
+            if self._started is not None and self._started.is_done:  # it has its averages, as all other ranks have
                 self._started = None
-                self.synchronizer.knows_of_failure = True  # one that calls this again gives nothing else up
+                self.synchronizer.knows_of_failure = True  # a second call must not give up another step
                 return
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return
@@ -552,8 +553,8 @@ class Reducer(Generic[C]):
     @staticmethod
     @uncompiled_hook
     def _abort_if_unfinished(owner: weakref.ref[Reducer[C]], end_callback: object) -> None:
-        """A graph task has ended: tell the other ranks at once if that is because this rank's backward has raised."""
-        # Where a traceback has kept it until Python ends, a thread to tell the others by would never start.
+        """Called when a graph task is gone: if its backward has raised, tell the other ranks at once."""
+        # A traceback may have kept it until Python ends. Then no thread starts that could tell the other ranks.
         if (self := owner()) is None or sys.is_finalizing():
             return
         self._arrivals.stop_recording()
@@ -564,22 +565,23 @@ class Reducer(Generic[C]):
             if self.synchronizer.abort(backward):
                 self._backward = None
                 return
-        # In the user's own groups, where it may call next what the others do not: they have to be through first.
+        # The communication goes on in the user's group, where the user may next issue a collective that other ranks do
+        # not. So finish this step first.
         if not any((b := one._backward) and not b.is_manual and b.alive() for one in self._everyone()):
             try:
                 self._recover()
-            except Exception as error:  # the user has one already
+            except Exception as error:  # the user already gets the error of the backward
                 logger.warning("rank %d: the step that has raised here: %s", self.groups.rank, error)
 
     def _recover(self) -> None:
-        """Finish, for the other ranks, what one error has aborted here, in all modules, and could not end at once."""
+        """Finish, for the other ranks, all backwards of this process whose graph tasks are gone, of all wrappers."""
         dead = [(one, b) for one in self._everyone() if (b := one._backward) is not None and b.alive() is None]
         ends = [Completion(one._finish_aborted(b), one.groups, one._lock, turn=b.turn) for one, b in dead]
         finish_and_conclude(ends)
 
     def _finish_aborted(self, backward: Backward) -> Steps:
         """Finish a backward that raised here, for the other ranks; this rank's gradients count as zero."""
-        if backward.phase is Phase.FAILED:  # the communication itself has ended, here as on every rank
+        if backward.phase is Phase.FAILED:  # the communication has ended on every rank
             self._backward = None
             return
         backward.abort()
@@ -590,7 +592,7 @@ class Reducer(Generic[C]):
                 yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except PeerAbortedError as error:
-            self.synchronizer.fail(backward, error)  # this rank has an error already
+            self.synchronizer.fail(backward, error)  # the error of this rank's backward is raised, not this one
         except BaseException as error:
             self._fail(backward, error)
         finally:

@@ -31,25 +31,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 BLOCKING = frozenset({"a function that blocks"})
-_AVERAGING = ("nccl", "cupy_nccl")  # backends that divide before they add up: no half-precision sum overflows
+# Backends with ReduceOp.AVG, which divides before it adds, so that half-precision sums do not overflow.
+_AVERAGING = ("nccl", "cupy_nccl")
 
 
 class Reduction(ABC):
     """Starts and finishes the reduction of buckets, by a function or a hook.
 
     Attributes:
-        mean_factor: What gradients are multiplied by so that their sum over the ranks is their mean.
-        keeps_state_by_index: Whether a bucket index has to mean the same parameters in every step.
-        turns: Names what only one wrapper may do at a time: call a function that blocks, or send in one group.
-        may_resize: Whether the flat buffer may be made larger meanwhile.
+        mean_factor: Factor of gradients, so that their sum over the ranks is their mean.
+        keeps_state_by_index: Whether a bucket index has to stand for the same parameters in every step.
+        turns: Names of resources that only one wrapper may use at a time: any function that blocks, or one group.
+        may_resize: Whether the function or hook may enlarge the flat buffer.
         one_at_a_time: Whether a bucket must not be launched before the previous one is complete.
-        is_all_reduce: Whether it is one all-reduce in this library's group: what goes wrong there is the transport's.
-        is_plain_average: Whether nothing is called: buckets go by :meth:`start_average` and :meth:`finish_average`.
-        sends_nothing: Whether nothing is sent at all: one rank alone has its averages already.
-        sends_kept: Whether an average may hold what was kept of earlier steps.
-        may_launch: Tells whether the next bucket can be launched without waiting for those ahead of it; None where it
-            always can.
-        agreed: What of it has to be the same on all ranks; empty for a function, which may be another object on each.
+        is_all_reduce: Whether it is one all-reduce in this library's group, so that errors are those of the transport.
+        is_plain_average: Whether no function or hook is called: buckets are averaged by :meth:`start_average` and
+            :meth:`finish_average`.
+        sends_nothing: Whether nothing is sent at all: a rank alone has its averages already.
+        sends_kept: Whether an average may include values that were kept from earlier steps (error feedback).
+        may_launch: Tells whether the next bucket can be launched without waiting for earlier ones; None if it always
+            can.
+        agreed: Its identity, which has to be the same on all ranks; empty for functions, which may differ.
     """
 
     keeps_state_by_index = False
@@ -71,11 +73,11 @@ class Reduction(ABC):
 
     @property
     def progress(self) -> HookProgress | None:
-        """Its progress in process groups that are not ours; None if it uses none."""
+        """Its progress in process groups of the user's; None if it uses none."""
         return None
 
     def division(self, device: torch.device) -> Division:
-        """Who divides gradients on ``device`` by the world size."""
+        """Tell who divides gradients on ``device`` by the world size."""
         return Division.BY_FUNCTION
 
     @property
@@ -84,11 +86,11 @@ class Reduction(ABC):
         """Its name, for messages."""
 
     def node_masks(self) -> NodeMasks | None:
-        """Finds out which gradients exist on one node only; None where that makes no difference."""
+        """Encodes which gradients exist on one node only; None if that makes no difference."""
         return None
 
     def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
-        """One all-reduce; or the message of one node, where :meth:`node_masks` has found that no other has any."""
+        """Start one all-reduce; for a bucket of one node only, start the message of that node instead."""
         group, node = self._groups.buckets, plan.node
         if self._groups.world_size == 1:
             return None
@@ -103,7 +105,7 @@ class Reduction(ABC):
             raise
 
     def finish_average(self, pending: Waitable, device: torch.device, names: Sequence[str], index: int) -> object:
-        """Wait for an all-reduce that only this library knows of: what goes wrong in it is the transport's."""
+        """Wait for an all-reduce of this library; converts errors of the transport to CommunicationError."""
         try:
             return self._groups.failures.wait(pending, device)
         except PeerAbortedError:
@@ -115,7 +117,7 @@ class Reduction(ABC):
             ) from error
 
     def start(self, bucket: GradBucket) -> Waitable | None:
-        """Start the reduction of ``bucket`` by the function or hook; None if it is done."""
+        """Start the reduction of ``bucket`` by the function or hook; returns None if it is complete already."""
         try:
             return self._call(bucket)
         except Exception as error:
@@ -123,7 +125,7 @@ class Reduction(ABC):
             raise
 
     def wait(self, bucket: GradBucket, pending: Waitable) -> object:
-        """Wait for ``pending``; its result."""
+        """Wait for ``pending``, and return its result."""
         device = bucket.buffer().device
         try:
             if self.is_all_reduce:
@@ -134,9 +136,9 @@ class Reduction(ABC):
             raise
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
-        """Wait for ``pending`` and see that the result is in the buffer of ``bucket``, an alias of ``memory``.
+        """Wait for ``pending`` and check that the result is in the buffer of ``bucket``, an alias of ``memory``.
 
-        Returns what this rank has sent, in bytes of an all-reduce; None where that is the whole bucket.
+        Returns the bytes that this rank has sent; None stands for the whole bucket.
         """
         value = None if pending is None else self.wait(bucket, pending)
         try:
@@ -155,22 +157,22 @@ class Reduction(ABC):
     @abstractmethod
     def _call(self, bucket: GradBucket) -> Waitable | None: ...
 
-    def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # most are in place by then
-        """Put ``value``, which was waited for, into ``bucket``."""
+    def _accept(self, bucket: GradBucket, value: object) -> None:  # noqa: B027  # functions reduce in place
+        """Put ``value``, the result of the wait, into ``bucket``."""
 
     def _annotate(self, error: Exception, bucket: GradBucket) -> None:
         annotate(error, f"in {self.title} on {self.describe(bucket)}")
 
     def abandon(self) -> None:
-        """The communication has failed: nothing of it will be waited for any more."""
+        """Abandon the step after a failure: nothing of it will be waited for any more."""
         return
 
     def commit(self) -> None:
-        """All ranks take the step: nothing of it will be put back."""
+        """Commit the step, which all ranks take: nothing of it will be put back."""
         return
 
     def note_sparse(self, name: str, _average: Tensor) -> None:
-        """The sparse gradient of parameter ``name`` was averaged without this function or hook; warns once."""
+        """Warn once that sparse gradients, such as that of ``name``, are averaged without this function or hook."""
         if not self.is_plain_average and not self._has_warned:
             self._has_warned = True
             logger.warning("sparse gradients (%s) are averaged by all-gather, not by %s", name, self.title)
@@ -194,17 +196,17 @@ class FunctionReduction(Reduction):
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
-        # Asked now: after a failure a group knows no nodes before the ranks connect again. A rank that lists its module
-        # anew then would write masks of another form than the others.
+        # Asked once: while its connections are closed after a failure, a group knows no nodes. A rank that lists its
+        # module anew then would write masks of another form than the others.
         self._node_masks = node_masks(groups.buckets, groups.rank) if self.is_plain_average else None
 
     def division(self, device: torch.device) -> Division:
-        """As the function declares; a backend that can divides plain averages."""
+        """As the function declares; for plain averages, this library divides unless the backend has ReduceOp.AVG."""
         is_divided = device.type not in self._averaging if self.is_plain_average else self._takes_divided
         return Division.DONE if is_divided else Division.BY_FUNCTION
 
     def node_masks(self) -> NodeMasks | None:
-        """Of the group, if its backend knows nodes: it averages as the default function does."""
+        """The masks of the group, if its backend knows nodes and this is the default function."""
         return self._node_masks
 
     @property
@@ -228,8 +230,8 @@ class FunctionReduction(Reduction):
 class HookReduction(Reduction):
     """Calls a communication hook of torch.
 
-    torch's default hooks are given this library's group in place of one with the same ranks: nobody else communicates
-    there, and a failure can end it. All others communicate in groups of the user's.
+    torch's default hooks get this library's group in place of the user's group with the same ranks. Nobody else
+    communicates in it, and a failure can end it. All other hooks communicate in the user's groups.
     """
 
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
@@ -237,8 +239,8 @@ class HookReduction(Reduction):
         users = [] if _can_be_given(hook, state, groups.parent) else _groups_in(state)
         end_on_threads_of_python(users)
         self.turns = frozenset(group.group_name for group in users)
-        # A hook may communicate again when its first collective is done (PowerSGD does), from whatever thread that
-        # was done in. With two buckets under way, the ranks would not communicate in the same order.
+        # A hook may start a second collective when its first one is done (PowerSGD does), on any thread. With two
+        # buckets in flight, the ranks would issue these collectives in different orders.
         self.one_at_a_time = bool(users)
         self.is_all_reduce = not users
         self._state = state
@@ -246,7 +248,7 @@ class HookReduction(Reduction):
         self._calls = 0
         self._last: Waitable | None = None
         self._is_unfinished = False
-        # None or a process group is all the state of a hook that keeps none.
+        # A hook that keeps no state has None or a process group as its state.
         self.agreed = self.title
         self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
 
@@ -257,11 +259,11 @@ class HookReduction(Reduction):
 
     @property
     def progress(self) -> HookProgress | None:
-        """How often it was called, in groups of the user's; None where it is given ours."""
+        """The number of its calls, if it communicates in the user's groups; None if it gets this library's group."""
         return HookProgress(self.title, self._calls, self._is_unfinished) if not self.is_all_reduce else None
 
     def abandon(self) -> None:
-        """Remember whether the last call is still under way: it may never end, as calls of other ranks are missing."""
+        """Note whether the last call is still in flight: it may never end, as other ranks may not have called it."""
         ended = probe(self._last)
         self._is_unfinished = self._last is not None and not (ended is not None and ends_soon(ended))
         self._last = None
@@ -299,12 +301,12 @@ class HookReduction(Reduction):
 
 
 def _differ(tensor: Tensor, memory: Tensor) -> bool:
-    """Whether ``tensor`` has another form than the memory behind it."""
+    """Whether ``tensor`` differs from ``memory`` in shape or strides."""
     return tensor.shape != memory.shape or tensor.stride() != memory.stride()
 
 
 def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
-    """Whether ``hook`` is one of torch's that make one all-reduce, and ``state`` a group of the ranks of ``parent``."""
+    """Whether ``hook`` is one of torch's that do one all-reduce, and ``state`` a group of the ranks of ``parent``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     single = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
@@ -315,14 +317,14 @@ def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
 
 
 def _groups_in(state: object) -> list[ProcessGroup]:
-    """Where a hook of torch's kind with this state may communicate."""
+    """The groups in which a hook of torch's kind with this state may communicate."""
     found = [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, ProcessGroup)]
     return found or ([default_group()] if dist.is_initialized() else [])
 
 
 def call_sync_hooks(hooks: Mapping[int, SyncHook], wrapper: object, rank: int) -> None:
-    """Call hooks of pytorch-pfn-extras' kind; an error in one says which, and on which rank."""
-    for hook in list(hooks.values()):  # which may remove themselves
+    """Call hooks of pytorch-pfn-extras' kind; an error gets a note with the hook and the rank."""
+    for hook in list(hooks.values()):  # a hook may remove itself
         try:
             hook(wrapper)
         except Exception as error:
@@ -331,13 +333,13 @@ def call_sync_hooks(hooks: Mapping[int, SyncHook], wrapper: object, rank: int) -
 
 
 def annotate(error: Exception, note: str) -> None:
-    """Have ``note`` follow the traceback of ``error``, where Python can do it."""
+    """Add ``note`` to ``error``, if this Python can do that."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
 
 
 def node_masks(group: ProcessGroup, rank: int) -> NodeMasks | None:
-    """The masks for the nodes of ``group``; None where it sums all alike. The same on all ranks."""
+    """The masks for the nodes of ``group``; None if its backend does not know nodes. The same on all ranks."""
     backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
     nodes: Sequence[Sequence[int]] = backend.nodes if hasattr(backend, "sum_of_node") else ()
     if not 1 < len(nodes) <= MOST_NODES:

@@ -1,20 +1,20 @@
-"""What is the same on every rank: parameters and buffers, which are broadcast, and compared.
+"""Keeps parameters and buffers the same on all ranks: broadcasts them, and compares them.
 
-A module's buffers are broadcast after backward. Where a rank does not use a submodule (a tower, an expert), its buffers
-are as they were: those of a submodule come from the lowest rank that has written any of them since the last broadcast.
+A module's buffers are broadcast after backward. A rank that does not use a submodule (a tower, an expert) has old
+values of its buffers. So the buffers of each submodule come from the lowest rank that has written any of them since the
+last broadcast.
 
-Forward writes buffers, and the ranks' values differ until they are broadcast; but a graph that is gone through again,
-or another one that is still to be gone through, needs the values that it was made with. Which buffers a graph needs
-may differ from rank to rank: every rank broadcasts the same list, with a copy in the place of such a buffer.
+A retained graph, or the graph of another forward, may still need the buffers' old values. Which buffers that concerns
+may differ from rank to rank. So every rank broadcasts the same list, with a copy in place of each such buffer.
 
-Parameters stay the same as long as all ranks change them alike. Whether they do is compared, a part in each step:
+Parameters stay the same as long as all ranks change them alike. This is checked, one part at a time:
 
-    every 8th synchronization    while its last messages are under way, an 11th of the parameters' memory is added up
-                                 as integers, tensor by tensor
-    the vote of the next such    carries a digest of the sums: 24 bytes, however many ranks there are
-    where that differs           one more message, with the sums of all ranks, names ranks and parameters
+    every 8th synchronization    While its last messages are in flight, the memory of an 11th of the parameters is
+                                 summed up as integers, tensor by tensor.
+    the next such vote           It carries a digest of the sums: 24 bytes for any number of ranks.
+    if the digests differ        One more message, with the sums of all ranks, finds the ranks and parameters.
 
-Between a synchronization and the optimizer's step all ranks have the same parameters, whatever the optimizer is.
+Between a synchronization and the optimizer's step all ranks have the same parameters, with any optimizer.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ logger = logging.getLogger("ppe_ddp")
 
 
 def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups) -> None:
-    """Overwrite ``tensors`` by those of the group's rank 0, on all ranks. All must call this with the same list.
+    """Overwrite ``tensors`` by those of the group's rank 0. All ranks must call this together, with the same list.
 
     Raises:
         FunctionError: The function returned something that cannot be waited for.
         PeerAbortedError: It has failed on another rank.
-        CommunicationError: Our own function failed to communicate, or a rank is gone.
+        CommunicationError: The default function failed to communicate, or a rank is gone.
     """
     try:
         with torch.no_grad():
@@ -92,10 +92,10 @@ def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups
 def broadcasting(
     function: BroadcastFunction, tensors: Sequence[Tensor], groups: Groups, *, sources: Sequence[int]
 ) -> Steps:
-    """:func:`broadcast_all` as a generator that yields before it waits.
+    """:func:`broadcast_all` as steps, from any rank.
 
-    ``sources`` has the rank of the group that sends each tensor, the same on every rank. ``function`` broadcasts what
-    rank 0 sends; it knows no other source, for which our own does it.
+    ``sources`` has the rank of the group that sends each tensor, the same on every rank. ``function`` can only
+    broadcast from rank 0; tensors of other ranks are broadcast by the default function.
     """
     used, source = function, 0
     try:
@@ -126,7 +126,7 @@ def broadcasting(
 
 
 def _by_kind(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[int, list[Tensor]]]:
-    """Tensors grouped by source, dtype and device, in the order in which the kinds come along; each with its source."""
+    """Group tensors by source, dtype and device, in order of first occurrence; returns each group with its source."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
     for tensor, source in zip(tensors, sources, strict=True):
         local = local_tensor(tensor).detach()
@@ -144,21 +144,21 @@ class BufferWrites:
         self._known: dict[str, tuple[Tensor | None, int]] = {}
 
     def note(self, buffers: Mapping[str, Tensor]) -> None:
-        """These are the same on all ranks now: what is written from here on counts."""
+        """Note that these buffers are the same on all ranks now; later writes count."""
         self._known = {name: (buffer, _version(buffer)) for name, buffer in buffers.items()}
 
     def note_new(self, buffers: Mapping[str, Tensor]) -> None:
-        """The module has these buffers now: note those that it did not have."""
+        """Note new buffers of the module, which now has ``buffers``; known ones stay as they were noted."""
         known = self._known
         self.note(buffers)
         self._known |= {name: known[name] for name in known.keys() & buffers.keys()}
 
     def release(self) -> None:
-        """Let go of the buffers themselves, as a broadcast looks at who refers to them."""
+        """Drop the references to the buffers, since the broadcast counts references."""
         self._known = {name: (None, version) for name, (_, version) in self._known.items()}
 
     def of(self, buffers: Mapping[str, Tensor]) -> list[bool]:
-        """Of each submodule that has some of ``buffers``, whether one was written or replaced."""
+        """For each submodule with some of ``buffers``: whether one of them was written or replaced."""
         is_writer = dict.fromkeys(map(owner_of, buffers), False)
         for name, buffer in buffers.items():
             known, version = self._known.get(name, (None, -1))
@@ -167,11 +167,11 @@ class BufferWrites:
         return list(is_writer.values())
 
     def owners(self, buffers: Mapping[str, Tensor]) -> list[str]:
-        """The names of the submodules for which :meth:`of` says so."""
+        """The names of the submodules whose buffers were written or replaced."""
         return [*compress(dict.fromkeys(map(owner_of, buffers)), self.of(buffers))]
 
     def mark(self, owners: Container[str]) -> None:
-        """This rank has written the buffers of these submodules since they were last broadcast."""
+        """Mark the buffers of these submodules as written by this rank since the last broadcast."""
         marked = {name: (buffer, -1) for name, (buffer, _) in self._known.items() if owner_of(name) in owners}
         self._known |= marked
 
@@ -182,7 +182,7 @@ def owner_of(name: str) -> str:
 
 
 def sources_of(names: Iterable[str], writers: Sequence[int]) -> list[int]:
-    """The rank that sends each buffer, by those that send each submodule's, in the order of the names."""
+    """The rank that sends each buffer; ``writers`` has the rank for each submodule, in order of first occurrence."""
     owners = [*map(owner_of, names)]
     by_owner = dict(zip(dict.fromkeys(owners), writers, strict=True))
     return [by_owner[owner] for owner in owners]
@@ -195,10 +195,10 @@ def _version(buffer: Tensor) -> int:
 def broadcasting_buffers(
     function: BroadcastFunction, module_state: ModuleState, groups: Groups, *, sources: Sequence[int]
 ) -> Steps:
-    """Give the buffers of ``module_state`` the values of other ranks, step by step. All ranks must do this together.
+    """Broadcast the buffers of ``module_state``, as steps. All ranks must do this together.
 
-    ``sources`` are the ranks of the group whose values they get. Raises FunctionError as :func:`broadcast_all` does,
-    and CommunicationError where our own function failed to communicate.
+    ``sources`` has the rank of the group that sends each buffer. Raises FunctionError as :func:`broadcast_all` does,
+    and CommunicationError if the default function failed to communicate.
     """
     buffers = list(module_state.buffers().values())
     received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
@@ -212,45 +212,45 @@ def broadcasting_buffers(
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
     """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
 
-    Each place is a module with its name for the buffer; the caller has so many ``references`` to it.
+    Each place is a module and its name for the buffer. ``references`` is the number of the caller's references to it.
     """
     if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
         for owner, key in places:
-            buffer_table(owner)[key] = values  # only the graph has the old one from now on
+            buffer_table(owner)[key] = values  # from now on only the graph has the old tensor
     elif all(only_writes_buffers(owner) for owner, _ in places):
         with preserve_versions([buffer]):
             buffer.copy_(values)
     else:
-        buffer.copy_(values)  # autograd refuses the graph by name; wrong numbers would be worse
+        buffer.copy_(values)  # a backward of the graph will raise, which is better than wrong gradients
 
 
 def _references(buffer: Tensor) -> int:
-    """The number of Python references to a tensor that torch holds, the caller's among them."""
+    """The number of Python references to a tensor that a graph holds, including the caller's."""
     with torch.enable_grad():
         sample = torch.zeros(())
         _graph = torch.zeros((), requires_grad=True) * sample
-    # Versions of torch differ in whether its own count as one. Both have one name here.
+    # The count may include a reference of torch's, depending on its version. The sample, held alike, cancels it out.
     return getrefcount(buffer) - getrefcount(sample)
 
 
 def _is_special(buffer: Tensor) -> bool:
-    """Whether a plain copy cannot replace it: it has more than values, or others refer to it or share its memory."""
+    """Whether a plain copy cannot replace it: it has attributes, or something else refers to it or its memory."""
     has_more = type(buffer) is not torch.Tensor or bool(buffer.__dict__) or buffer.requires_grad
     return storage_users(buffer) > 1 or has_more or weakref.getweakrefcount(buffer) > 0
 
 
-_NAMED = 5  # of those that differ, in a message
+_NAMED = 5  # tensors that a message names
 
 
 def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: Groups) -> None:
-    """Compare the bits of the parameters of ``module_state``, and of its buffers where the ranks must agree on them.
+    """Compare the bits of the parameters of ``module_state``, and of its buffers if they are broadcast.
 
-    Eight bytes a tensor are sent. All ranks must call this together.
+    It sends eight bytes a tensor. All ranks must call this together.
 
     Raises:
-        DisagreementError: On every rank, with the same text; names what differs and on which ranks.
+        DisagreementError: On every rank, with the same text; names the tensors that differ, and the ranks.
     """
-    negotiation.check()  # else the messages might differ in length, of which gloo can end the process
+    negotiation.check()  # else messages might differ in length, and gloo could end the process
     tensors: dict[str, Tensor] = dict(zip(module_state.names, module_state.parameters, strict=True))
     if negotiation.buffers():
         tensors.update(module_state.buffers())
@@ -275,27 +275,27 @@ def _some(names: Sequence[str]) -> str:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """A number of 64 bits that tells of a difference in any bit."""
+    """A 64-bit digest of all bits of the local tensor."""
     here = local_tensor(tensor).detach().cpu().contiguous()
     memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
     return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)
 
 
 _PARTS, _EVERY = 11, 8
-"""In how many parts all parameters are compared, and a part in so many steps: with its digest, within 100 steps."""
-_LEAST_BYTES = 1 << 12  # of a part; below 8 times as many it costs little, and there is one in more of the steps
+"""The parameters are compared in 11 parts, one in every 8th step. So each bit is compared within 100 steps."""
+_LEAST_BYTES = 1 << 12  # of a part; a part of less than 8 times this size is cheap, and is compared more often
 _STEP_BYTES = 4
 NOT_DUE = bytes(2 * (_STEP_BYTES + 8))
-"""What a rank says that has nothing to compare."""
+"""The field of a rank that has nothing to compare."""
 _CPU = torch.device("cpu")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ADDRESS = torch.Tensor.data_ptr
 
 
 class DriftCheck:
-    """Compares the parameters of all ranks, a part of them in each synchronization; not those of a subclass, or sparse.
+    """Compares the parameters of all ranks, one part at a time; skips sparse ones and those of a subclass.
 
-    If it ``raises``, :meth:`conclude` raises what was found; else it is logged, on rank 0 and the ranks concerned.
+    With ``raises``, :meth:`conclude` raises a difference; else it is logged, on rank 0 and the ranks that differ.
     """
 
     def __init__(self, groups: Groups, module_state: ModuleState, *, raises: bool) -> None:
@@ -304,61 +304,61 @@ class DriftCheck:
         self._starts = [0, *accumulate(spec.nbytes for spec in self._specs)]
         self._part = max(_LEAST_BYTES, -(-self._starts[-1] // (8 * _PARTS)) * 8)
         self._parts = -(-self._starts[-1] // self._part) or 1
-        self.every = min(_EVERY, self._part // _LEAST_BYTES)  # a part is looked at, and compared, in so many steps
+        self.every = min(_EVERY, self._part // _LEAST_BYTES)  # steps from one part to the next
         self._known: dict[int, tuple[list[nn.Parameter], list[int], list[Callable[[], Tensor]]]] = {}
-        self._step = self._next = 0  # of the part that was added up last, and of the one to come; 0 for none
+        self._step = self._next = 0  # the steps of the last summed part and of the next one; 0 for none
         self._generation = groups.generation
         self._sums: list[Tensor] = []
         self._sent: list[int] | None = None
-        self._equal = 0  # how many comparisons there were since one has found something
+        self._equal = 0  # comparisons since the last difference
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
 
     def field(self, *, takes_part: bool) -> bytes:
-        """What this rank says in a vote of the part that it has seen last; in the steps of :attr:`every`.
+        """The field of this rank's vote for the part that it has summed last; called in every :attr:`every`-th step.
 
-        It ``takes_part`` if it has the same parameters as the others, which a rank that has joined has not.
+        A rank that has run out of inputs (``join()``) has old parameters, and does not take part.
         """
         sums = [*map(int, self._sums)]
         self._sent = sums if takes_part else None
         digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
         field = with_complement(self._step.to_bytes(_STEP_BYTES, "big")) + with_complement(digest)
         generation, self._generation = self._generation, self._groups.generation
-        # A distributed optimizer's step that has failed leaves parts of parameters behind, until one that succeeds.
+        # After a failed step of a DistributedOptimizer parameters are old in part, until a step succeeds.
         is_behind = generation != self._generation or any(gather.is_behind for gather in self._groups.gathers)
         self._step, self._sums = 0, []
         self._next = self._groups.step % (1 << 8 * _STEP_BYTES) if takes_part and not is_behind else 0
         self._equal += 1
         if self._equal > self._parts:
-            self._reported.clear()  # all have been the same since
+            self._reported.clear()  # all parts have been the same since the last difference
         return field if takes_part else NOT_DUE
 
     def look(self) -> None:
-        """Look at the next part, once the vote is under way: the host has nothing else to do then."""
+        """Sum up the next part; called while the vote is in flight, when the host is idle."""
         if self._next:
             self._sums = self._add_up(self._next // self.every % self._parts)
             self._step, self._next = self._next, 0
 
     def _add_up(self, part: int) -> list[Tensor]:
-        """The sums of the bits of each piece of one part. On GPUs they are only launched, and read with the next."""
+        """The sum of the bits of each piece of one part. On GPUs it is only launched here; :meth:`field` reads it."""
         known = self._known.get(part)
-        # To ask for its address waits for a parameter that is being gathered.
+        # Reading an address waits for a parameter that is being gathered.
         if known is None or list(map(_ADDRESS, known[0])) != known[1]:
             if known is not None:
-                self._known.clear()  # which keeps memory that parameters do not have any more
+                self._known.clear()  # it holds memory that the parameters have left
             pieces = [(self._parameters[i], self._specs[i], start, stop) for i, start, stop in self._pieces(part)]
             parameters = [parameter for parameter, *_ in pieces if _is_comparable(parameter)]
             known = self._known[part] = parameters, [*map(_ADDRESS, parameters)], [_adding_up(*one) for one in pieces]
         return [add_up() for add_up in known[2]]
 
     def _pieces(self, part: int) -> Sequence[tuple[int, int, int]]:
-        """What belongs to a part: parameters by index, each with its first and last element in memory."""
+        """The pieces of a part: parameter index, first element, and one behind the last element, in memory order."""
         begin, end = part * self._part, (part + 1) * self._part
         pieces = []
         i = bisect_right(self._starts, begin) - 1
         while i < len(self._parameters) and self._starts[i] < end:
             size, numel = self._specs[i].dtype.itemsize, self._specs[i].numel
-            unit = max(1, 8 // size)  # elements that are added up as one integer
+            unit = max(1, 8 // size)  # elements that are summed as one integer
             first, last = (min(-(-(at - self._starts[i]) // (size * unit)) * unit, numel) for at in (begin, end))
             if max(first, 0) < last:
                 pieces.append((i, max(first, 0), last))
@@ -366,21 +366,21 @@ class DriftCheck:
         return pieces
 
     def comparing(self, field: bytes) -> Steps:
-        """Name the ranks that differ, if ``field``, the maxima of all ranks' fields, tells of a difference."""
+        """Find and report the ranks that differ, if ``field``, the maxima of all ranks' fields, shows a difference."""
         if self.differs(field):
             yield from self._find_ranks(field)
 
     def differs(self, field: bytes) -> bool:
-        """Whether some ranks have other bits, by the maxima of their fields; not where they speak of other steps."""
+        """Whether some ranks have other bits, by the maxima of their fields; False if the fields are of other steps."""
         found = is_same(field[: 2 * _STEP_BYTES]) and not is_same(field[2 * _STEP_BYTES :])
         if found:
             self._equal = 0
         return found
 
     def _find_ranks(self, field: bytes) -> Steps:
-        """Find out which ranks differ and in what, and log it, or have :meth:`conclude` raise it; on all ranks.
+        """Find the ranks and parameters that differ, and log them, or let :meth:`conclude` raise them. Collective.
 
-        ``field`` has the maxima of the ranks' fields, which also those have that take no part.
+        ``field`` has the maxima of the ranks' fields; a rank that does not take part calls this with the same maxima.
         """
         pieces = self._pieces(int.from_bytes(field[:_STEP_BYTES], "big") // self.every % self._parts)
         names = [self._specs[i].name for i, _, _ in pieces]
@@ -402,21 +402,21 @@ class DriftCheck:
             logger.warning("rank %d: %s", rank, text)
 
     def conclude(self) -> None:
-        """Raise what was found, if that is wanted: all averages are in ``.grad``."""
+        """Raise a difference that was found, if ``raises`` is set; called when all averages are in ``.grad``."""
         error, self._error = self._error, None
         if error is not None:
             raise error
 
 
 def _is_comparable(parameter: nn.Parameter) -> bool:
-    if type(parameter) is PendingParameter:  # until it has come, on each rank at another time
+    if type(parameter) is PendingParameter:  # its own class is back after the wait
         wait_for(parameter)
     is_plain = type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
 def _adding_up(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: int) -> Callable[[], Tensor]:
-    """Adds up these elements' bits, which every flipped bit changes: of 8 bytes at a time, which is quick."""
+    """Return a function that sums these elements' bits as integers of 8 bytes; any flipped bit changes the sum."""
     if not _is_comparable(parameter):
         return torch.zeros((), dtype=torch.int64).sum
 
@@ -429,7 +429,7 @@ def _adding_up(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: i
 
 
 def _differing(rows: Mapping[int, Sequence[int]], names: Sequence[str]) -> dict[str, list[int]]:
-    """By parameter, the ranks that differ from most; all of them where none is in the majority."""
+    """By parameter, the ranks that differ from the majority; all ranks if there is no majority."""
     found = {}
     for k, name in enumerate(names):
         values = {rank: row[k] for rank, row in rows.items()}

@@ -1,13 +1,13 @@
-"""Synchronizers: what is sent to the other ranks for one backward, and who owns the memory of gradients.
+"""The synchronizer of the plain wrapper: sends the messages of one backward, and owns the memory of gradients.
 
-The :class:`~ppe_ddp.engine.reducer.Reducer` decides when to communicate: as a backward begins, gradients arrive, and it
-ends. A synchronizer makes the calls, the same in the same order on every rank, whatever its own graph does. There are
-two: this one, for gradients in ``.grad``, which are packed anew for each backward, and that for gradients in buffers
-that are laid out once (``ppe_ddp.megatron``).
+The :class:`~ppe_ddp.engine.reducer.Reducer` decides when to communicate: when a backward begins, when gradients arrive,
+and when it ends. A synchronizer makes the calls, the same in the same order on every rank, whatever the graph of a rank
+is. There are two. This one packs gradients from ``.grad`` anew for each backward. The other one has gradients in
+buffers that are laid out once (``ppe_ddp.megatron``).
 
-    start_negotiation     the mask
-    make_schedule         the mask is agreed on: the buckets of its plan
-    complete              the rest of them, the vote, the averages, and a second round for what came late
+    start_negotiation     sends the mask
+    make_schedule         waits for the agreed mask, and makes the buckets of its plan
+    complete              launches the remaining buckets; vote; second round for late gradients; writes the averages
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a wrapper synchronizes; the same on every rank."""
+    """The options of a wrapper's synchronization; the same on every rank."""
 
     negotiate: bool = True  # ranks may have different gradients. Without it, a difference is an error
-    overlap: bool = True  # communicate while backward runs. Without it, all of it comes after
-    views: bool = False  # ``.grad`` may be a view of the buffers: no copy back, but a kept one keeps its whole bucket
-    # Broadcasts buffers after each synchronized backward; None to leave them alone.
+    overlap: bool = True  # communicate while backward runs. Without it, communicate after backward
+    views: bool = False  # ``.grad`` may be a view of its bucket: saves a copy, but a kept ``.grad`` keeps the bucket
+    # Broadcasts buffers after each synchronized backward; None leaves them alone.
     broadcast_buffers: BroadcastFunction | None = None
     ranges: bool = False  # mark launches for torch's profiler, at a few microseconds each
-    # Look for NaN and infinity in gradients before they are sent; ``"skip"`` drops such a step on all ranks, else it
-    # raises on all.
+    # Look for NaN and infinity in gradients before they are sent. ``"skip"`` drops such a step on all ranks; True
+    # raises on all ranks.
     check_finite: bool | Literal["skip"] = False
-    # Compare some parameters in each step; ``"raise"`` raises where they differ, else it is logged.
+    # Compare some parameters in each step. ``"raise"`` raises a difference; True logs it.
     check_drift: bool | Literal["raise"] = True
-    # Patterns of names of parameters whose gradients are averaged over the ranks that have them; True for all.
+    # Name patterns of parameters whose gradients are averaged only over the ranks that have them; True for all.
     average_where_used: bool | Sequence[str] = False
-    agreed: str = ""  # what else must be the same on every rank, for people to read
+    agreed: str = ""  # further options that must be the same on every rank, as text for messages
 
 
 logger = logging.getLogger("ppe_ddp")
 
-# More than one parameter has in a backward: several, where reentrant checkpoints reach it more than once.
+# More arrivals than any parameter has in one backward; reentrant checkpoints may reach it several times.
 _MORE_ARRIVALS = 200
 
 
@@ -109,32 +109,32 @@ class BucketSynchronizer(Synchronizer):
         self._buffer_writes = BufferWrites()
         self.times = RankTimes(groups.rank)
         self.scale_by_active = False
-        """Whether to divide by the ranks that take part instead of by all."""
+        """Whether to divide by the number of ranks that take part instead of the world size."""
         self.announce: Callable[[], None] | None = None
-        """Called before this rank's first message of a synchronization, for ranks that wait for one (``join()``)."""
+        """Called before this rank's first message of a synchronization; tells ranks that have run out (``join()``)."""
         self.sharded_parameters: ShardedParameters | None = None
-        """Keeps this rank's shards of the averages, where each rank updates its own; without, ``.grad`` gets all."""
+        """Keeps this rank's shards of the averages for a DistributedOptimizer; without it ``.grad`` gets averages."""
 
     @property
     def hook_progress(self) -> HookProgress | None:
-        """How far a hook has come that communicates in groups of its own; None if there is none."""
+        """The progress of a hook that communicates in groups of the user's; None if there is none."""
         return self.reduction.progress
 
     @property
     def turns(self) -> frozenset[str]:
-        """The reduction's; broadcasting by a function of the user's may block as well."""
+        """The turns of the reduction; a broadcast function of the user's may block as well."""
         function = self._policy.broadcast_buffers
         if function in (None, broadcast) or not self.negotiation.buffers():
             return self.reduction.turns
         return self.reduction.turns | BLOCKING
 
     def train_apart(self, apart: bool) -> None:
-        """Let ranks have parameters of their own, which are no longer compared; weigh no loss while ``apart``."""
+        """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
 
     def check_module(self, module_state: ModuleState) -> None:
-        """Raise ValueError where ``module_state`` has parameters that cannot be synchronized from now on."""
+        """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.indices_of(module_state)
 
@@ -158,7 +158,7 @@ class BucketSynchronizer(Synchronizer):
         context = BucketContext(
             self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction
         )
-        # A function of the user's makes whole averages.
+        # A function of the user's computes whole averages, so its buckets are not reduce-scattered.
         shards = self.sharded_parameters if self.reduction.is_plain_average else None
         self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
         return buckets_of_plans(context, self.gradients.buffers, None if shards is None else shards.bucket)
@@ -172,7 +172,7 @@ class BucketSynchronizer(Synchronizer):
         self._buckets_of = self._make_buckets()
 
     def shard(self) -> ShardedParameters:
-        """Let every rank keep only its shards from now on. All ranks must call this together."""
+        """Keep only this rank's shards of averages from now on. All ranks must call this together."""
         if self.sharded_parameters is None:
             refuse_distributed(
                 self._module_state.distributed_tensors(),
@@ -189,12 +189,12 @@ class BucketSynchronizer(Synchronizer):
         return self.sharded_parameters
 
     def clear_shards(self, *, set_to_none: bool) -> None:
-        """Clear the shards of the averages, as ``zero_grad()`` clears gradients."""
+        """Clear this rank's shards of the averages, as ``zero_grad()`` does."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.zero_grad(range(len(self.sharded_parameters.shards)), set_to_none=set_to_none)
 
     def start_negotiation(self, backward: Backward) -> Collection[int]:
-        """Start to agree on which gradients exist: those that will arrive, and those that are in ``.grad`` already."""
+        """Start the mask exchange: for gradients that will arrive, and those that are in ``.grad`` already."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.release()
         if self._policy.check_finite:
@@ -209,11 +209,12 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         turn = backward.turn
-        if turn is not None and self._policy.negotiate:  # all have to say the same else, and may end others together
+        # Without negotiation all masks must be the same, and the ranks may end different wrappers together.
+        if turn is not None and self._policy.negotiate:
             local = turn.claim(local)
         apart = APART if turn is None else turn.apart
         backward.recorder.local = local
-        if self.gradients.shared:  # what arrives in one arrives in the other: they leave when backward is over
+        if self.gradients.shared:  # an arrival at one changes the other: launch both only at the end of backward
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
         has_gradients = any(local) and not (backward.is_manual and weights.are_zeros())
         said = SAID[has_gradients]
@@ -239,7 +240,7 @@ class BucketSynchronizer(Synchronizer):
         return self.negotiation.planner.launch_triggers
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
-        """Wait for the agreed mask, and make the schedule that launches its buckets."""
+        """Wait for the agreed mask, and make the schedule that launches the buckets of its plan."""
         recorder, (exchange,) = backward.recorder, backward.exchanges
         answer = self.negotiation.finish(exchange, recorder.local)
         recorder.control_nbytes += exchange.nbytes
@@ -255,7 +256,7 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            # What has come unannounced is no part of a bucket that another node sends: it waits for the second round.
+            # Another node sends this bucket. A gradient that has come here unannounced waits for the second round.
             is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
             gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
             if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
@@ -313,22 +314,22 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
-        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # where this rank's own has raised
+        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # abandon: this rank has raised
         self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
         return averaged
 
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
-        """One rank alone has nothing to agree on: its gradients are the averages."""
+        """Complete the backward of one rank alone: its gradients are the averages."""
         arrived = bytearray(self._nothing)
         for i in backward.arrivals:
             arrived[i] = 1
         backward.recorder.agreed = backward.recorder.local = bytes(arrived)
         backward.recorder.agreed_at = perf_counter_ns()
-        if backward.silent:  # its backward has raised, and nobody waits for it
+        if backward.silent:  # its backward has raised, and no other rank waits
             return self._nothing
-        if self.weights.is_nothing:  # whatever its loss is
+        if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients()
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone())
@@ -342,7 +343,7 @@ class BucketSynchronizer(Synchronizer):
         return bytes(arrived)
 
     def _drop_gradients(self, but: Container[int] = ()) -> None:
-        """Drop this rank's gradients, ``but`` those of parameters with these identities."""
+        """Drop this rank's gradients, except those of parameters whose identities are in ``but``."""
         parameters = enumerate(self._module_state.parameters)
         self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
 
@@ -355,7 +356,7 @@ class BucketSynchronizer(Synchronizer):
         weights.settle()
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
-        """All ranks drop the step: its gradients are no numbers on one of them."""
+        """Drop the step on all ranks, because some rank has NaN or infinity in its gradients."""
         self._groups.note(Activity.DONE)
         self.put_back(backward)
         if self._policy.check_finite != "skip":
@@ -365,12 +366,12 @@ class BucketSynchronizer(Synchronizer):
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
     def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
-        """Broadcast each submodule's buffers from the lowest rank that has written them; ``writers`` are the votes."""
+        """Broadcast each submodule's buffers from the lowest rank that has written them, by ``writers`` of the vote."""
         function, buffers = self._policy.broadcast_buffers, backward.take_buffers()
         assert function is not None
         assert backward.agreement is not None
         sources = sources_of(buffers, backward.agreement.senders(writers))
-        if backward.aborted:  # and this rank's module may be another since then
+        if backward.aborted:  # this rank's module may have changed since, so receive into copies
             past = [buffer.clone() for buffer in buffers.values()]
             yield from broadcasting(function, past, self._groups, sources=sources)
         else:
@@ -380,36 +381,36 @@ class BucketSynchronizer(Synchronizer):
         self.note_buffers()
 
     def go_on_from(self, weights: Weights) -> None:
-        """Take the place of one with other ranks: its ``weights`` hold on; the first rank sends its buffers."""
+        """Take over from a synchronizer with other ranks: keep its ``weights``; the first rank sends its buffers."""
         weights.parameters, self.weights, self._buffer_writes = self.weights.parameters, weights, BufferWrites()
 
     def note_buffers(self) -> None:
-        """All ranks have the same buffers now; what a forward writes from here on makes a rank send its own."""
+        """Note that all ranks have the same buffers now; a rank that writes them from here on sends its own."""
         self._buffer_writes.note(self.negotiation.buffers())
 
     def written_buffers(self) -> list[str]:
-        """The submodules whose buffers this rank has written since they were last broadcast, by name."""
+        """The names of the submodules whose buffers this rank has written since the last broadcast."""
         return self._buffer_writes.owners(self.negotiation.buffers())
 
     def mark_buffers(self, owners: Container[str]) -> None:
-        """Go on from what :meth:`written_buffers` gave."""
+        """Restore the result of :meth:`written_buffers`."""
         self._buffer_writes.mark(owners)
 
     def put_back(self, backward: Backward) -> None:
-        """The step has failed: make ``.grad`` what this rank has computed, bit by bit.
+        """Restore in ``.grad`` what this rank has computed, bit by bit, after a failed step.
 
-        No average was handed over, and nobody has written into a gradient, before all had succeeded.
+        This is possible because no average is handed over, and no gradient written, before all has succeeded.
         """
         self.times.end_step()
         if backward.rounds:
             self.reduction.abandon()
-        for schedule in backward.rounds:  # the gradients of the second came after those of the first
+        for schedule in backward.rounds:  # in order: gradients of the second round arrived later
             self.gradients.put_back(schedule.put_back())
         self.gradients.put_back(backward.late.items())
         backward.release()
 
     def give_back(self, backward: Backward) -> None:
-        """This rank's backward has raised: put what it had computed into ``.grad``; the others still get it."""
+        """Put this rank's gradients back into ``.grad`` after its backward has raised; other ranks still get them."""
         for schedule in backward.rounds:
             self.gradients.put_back(schedule.give_back())
 
@@ -428,7 +429,7 @@ class BucketSynchronizer(Synchronizer):
         )
 
     def _vote(self, backward: Backward) -> MaskExchange:
-        """Start to exchange, beside the last bucket, which gradients came late and which ranks have raised."""
+        """Start the vote, beside the last bucket: which gradients came late, and which ranks have raised."""
         late, found, mask = backward.late, 0, bytearray(self._nothing)
         if backward.unexpected and not (backward.silent or self.weights.is_nothing):
             backward.add_late(self.gradients.take_present(backward.unexpected))
@@ -447,7 +448,7 @@ class BucketSynchronizer(Synchronizer):
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(self._held(backward))
-        # What comes late depends on time, also where all ranks have the same gradients.
+        # Late gradients depend on timing, so they may differ even if all ranks have the same gradients.
         vote = self.negotiation.start(
             mask,
             status,
@@ -462,11 +463,11 @@ class BucketSynchronizer(Synchronizer):
         return vote
 
     def _held(self, backward: Backward) -> set[int]:
-        """The parameters of which this rank has given a gradient in this step."""
+        """The parameters of which this rank has contributed a gradient in this step."""
         return set(backward.late).union(*(schedule.held for schedule in backward.rounds))
 
     def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
-        """What the averages over all ranks are multiplied by, by parameter index."""
+        """The factors of the averages over all ranks, by parameter index."""
         agreement, factors = backward.agreement, {}
         assert agreement is not None
         if self.scale_by_active and backward.weight is None:
@@ -477,7 +478,7 @@ class BucketSynchronizer(Synchronizer):
         return factors
 
     def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
-        """Nothing can fail any more: put the averages into ``.grad``, those of a second round added."""
+        """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
@@ -499,7 +500,7 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.trim()
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
-        """Average the late gradients in a second round: averaging is linear, so both can be added."""
+        """Average the late gradients in a second round; averaging is linear, so the results can be added."""
         views = self._policy.views and not self.gradients.stays_in_place
 
         def prepare(bucket: Bucket) -> None:

@@ -1,10 +1,10 @@
-"""The synchronizer of gradients in buffers: results are waited for after backward, in ``finish_grad_sync()``.
+"""The synchronizer of gradients in buffers, which waits for results after backward, in ``finish_grad_sync()``.
 
     backward                mask ── buckets ── vote             called by the reducer
     finish_grad_sync()      results ── second round ── errors
 
-Several reduction groups (dense parameters, experts) exchange masks one after another, and all their buckets are
-launched in one order that every rank has: no rank waits in one group for a rank that waits for it in another.
+Several reduction groups (dense parameters, experts) exchange masks one after another, and launch all their buckets in
+one order that is the same on every rank. So no rank waits in one group for a rank that waits for it in another.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.megatron.config import Setup
 
-_ABORTED = 1  # the bit of a rank's status beside NON_FINITE
+_ABORTED = 1  # the bit of a rank's status for a backward that has raised, beside NON_FINITE
 _HALF = (torch.bfloat16, torch.float16)
-_ALIGNED = 8  # elements: a rank's share starts at a multiple of 16 bytes
+_ALIGNED = 8  # elements, so that a rank's share starts at a multiple of 16 bytes
 _ALIGNED_FOR_NCCL = 1 << 16
 
 
 class BufferSynchronizer(Synchronizer):
-    """The gradient buffers of one module, and what sends them. All ranks must make theirs together.
+    """Synchronizes the gradient buffers of one module. All ranks must make theirs together.
 
-    ``is_sent``: the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and none was
-    accumulated since. Waiting for the results leaves it true: a rank that looks at its gradients must not be the only
-    one to send them again.
+    ``is_sent`` says that the gradients were sent since the last ``finish_grad_sync()`` or ``zero_grad_buffer()``, and
+    that none was accumulated after that. Waiting for results leaves it true: otherwise a rank that reads its gradients
+    would send them again, as the only one.
     """
 
     empties_grad = tells_later = True
@@ -106,13 +106,13 @@ class BufferSynchronizer(Synchronizer):
         self.is_sent = False
 
     def __del__(self) -> None:
-        # The reducer gives back the first one, that of the dense parameters.
+        # The reducer releases the first groups, those of the dense parameters.
         if getattr(self, "_pending_results", self) is None:
             for groups in self.groups[1:]:
                 groups.release()
 
     def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
-        if setup.ddp_config.use_distributed_optimizer:  # buffers are sent as they are
+        if setup.ddp_config.use_distributed_optimizer:  # a reduce-scatter sends the buffer itself
             return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
         return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
 
@@ -162,7 +162,7 @@ class BufferSynchronizer(Synchronizer):
         return buckets
 
     def place_of(self, parameter: nn.Parameter) -> str:
-        """Where the share of this rank lies in a gradient that is reduce-scattered; empty if it is all-reduced."""
+        """The place of a parameter and of this rank's share in a reduce-scattered bucket; empty if all-reduced."""
         index = self.gradients.index[id(parameter)]
         extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
@@ -171,16 +171,16 @@ class BufferSynchronizer(Synchronizer):
         groups = self.reduction_groups[extent.reduction_group].groups
         return f", at {offset} of {extent.padded} in shares {groups.rank} of {groups.world_size}"
 
-    # ------------------------------------------------------------------ what the reducer asks for
+    # ------------------------------------------------------------------ called by the reducer
 
     @property
     def unfinished(self) -> Backward | None:
-        """The backward whose results :meth:`wait_for_results` has to wait for, if they have not failed."""
+        """The backward whose results :meth:`wait_for_results` waits for, unless it has failed."""
         backward = self._unfinished
         return None if backward is None or backward.phase is Phase.FAILED else backward
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
-        """Set the streams; the buffers belong to one module state."""
+        """Set the streams; the parameters of the buffers never change."""
         self.gradients.streams = streams
 
     def on_accumulated(self, indices: Sequence[int]) -> None:
@@ -196,9 +196,9 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.add(indices)
 
     def start_negotiation(self, backward: Backward) -> Collection[int]:
-        """Start to agree on which gradients exist: those expected in this backward, and those accumulated before."""
+        """Start the mask exchange: for gradients expected in this backward, and those accumulated before."""
         self.wait_for_results()
-        if not backward.aborted:  # else it ends the step that has failed
+        if not backward.aborted:  # an aborted backward belongs to the failed step
             self.forget_failure()
         if self.weights.is_weighed:
             self.weights.settle()
@@ -259,20 +259,20 @@ class BufferSynchronizer(Synchronizer):
         self.is_sent = True
         self._unfinished = backward
         self.gradients.is_dirty = False
-        return bytes(len(self._parameters))  # no hook of the user's may step yet
+        return bytes(len(self._parameters))  # no averages yet, so no hook of the user's may step
 
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
-        """End the communication for all ranks; ``finish_grad_sync()`` will tell of it, and begin nothing."""
+        """End the communication for all ranks; ``finish_grad_sync()`` will raise the error, and begin nothing."""
         self.is_sent = False
         instead = super().fail(backward, error)
         self._note_failure(instead or error)
         return instead
 
     def _note_failure(self, told: BaseException) -> None:
-        # A new one: an error holds the frames that have raised it, and those the connections.
+        # Keep a new error: the one that was raised holds its frames, and so the connections.
         if isinstance(told, PeerAbortedError | CommunicationError):
             self._failure = type(told)(*told.args)
-            vars(self._failure).update(vars(told))  # which ranks, and what is known of them
+            vars(self._failure).update(vars(told))  # the ranks, step, phase and reason
         else:
             self._failure = self._failed_here(f"raised {reason_of(told)}")
 
@@ -284,8 +284,9 @@ class BufferSynchronizer(Synchronizer):
         )
 
     def abort(self, backward: Backward, reason: str = RAISED) -> bool:
-        """End the communication for all ranks at once, also where only results are still waited for."""
-        if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:  # it is over: finishing tells of it
+        """End the communication for all ranks at once, even if only results are waited for."""
+        # If results have arrived already, finish_grad_sync() raises the error.
+        if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
             return True
         is_unfinished = backward is self._unfinished
@@ -295,24 +296,24 @@ class BufferSynchronizer(Synchronizer):
             assert completion is not None
             completion.close()
             self.is_sent = False
-        if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells those who split the model
+        if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
         return has_ended
 
     def put_back(self, backward: Backward) -> None:
-        """Abandon what is in flight, and make ``main_grad`` all that this rank has computed, late gradients too."""
+        """Abandon what is in flight, and restore this rank's gradients in ``main_grad``, including late ones."""
         for group in self.reduction_groups:
             group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
-        self.gradients.add(range(len(self._parameters)))  # those that have arrived since the last launch
+        self.gradients.add(range(len(self._parameters)))  # gradients that have arrived since the last launch
         self.gradients.put_back(backward.late)
         backward.release()
 
     # ------------------------------------------------------------------ afterwards
 
     def wait_for_results(self) -> None:
-        """Wait for the results of the last synchronized backward; errors are kept for :meth:`raise_if_bad`."""
+        """Wait for the results of the last synchronized backward; keeps errors for :meth:`raise_if_bad`."""
         completion = self._forget_pending_results()
         if completion is not None:
             begin = perf_counter_ns()
@@ -321,7 +322,7 @@ class BufferSynchronizer(Synchronizer):
                 EventLog.current.add("wait", "for results", begin)
 
     def end_step(self, *, is_taken: bool) -> None:
-        """All chunks are complete on all ranks of the model, or all drop the step: compressors remember it, or not."""
+        """Commit the step in all compressors, or revoke it; all ranks of the model do the same, for all chunks."""
         for group in self.reduction_groups:
             (group.comm_state.settle if is_taken else group.comm_state.revoke)()
 
@@ -334,7 +335,7 @@ class BufferSynchronizer(Synchronizer):
     ) -> Steps:
         try:
             yield from self._take_results(backward, schedule, votes)
-        except GeneratorExit:  # the step has failed before
+        except GeneratorExit:  # closed, as the step has failed
             raise
         except BaseException as error:
             peer_error = self.fail(backward, error)
@@ -362,7 +363,7 @@ class BufferSynchronizer(Synchronizer):
         yield from self._collect_errors(statuses, aborted_here=backward.aborted)
         for group in groups:
             (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
-        schedule.hand_over(lambda _indices, _averages: None)  # they are in main_grad
+        schedule.hand_over(lambda _indices, _averages: None)  # averages() has written them into main_grad
         for group, second in repairs:
             second.hand_over(partial(self._add_averages, group))
         self._holds_averages = True
@@ -371,7 +372,7 @@ class BufferSynchronizer(Synchronizer):
             group.groups.note(Activity.DONE)
 
     def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> Steps:
-        """Keep the error that ``statuses`` tell of, one byte a rank for each reduction group."""
+        """Keep the error in ``statuses``, which have one byte a rank for each reduction group."""
         for group, of_ranks in zip(self.reduction_groups, statuses, strict=True):
             if NON_FINITE in of_ranks and self._finite is not None:
                 found = yield from self._finite.error(group.negotiation, group.groups, of_ranks, group.indices)
@@ -381,20 +382,20 @@ class BufferSynchronizer(Synchronizer):
             if any(aborted) and not aborted_here:
                 self._error = error = aborted_error(groups.rank, groups.step, aborted)
                 error.job_rank = None if error.rank is None else groups.job_rank_of(error.rank)
-            elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, also if no other rank tells of it
+            elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, even if no other rank reports
                 self._error = self._failed_here("was given up")
 
     @property
     def has_failed(self) -> bool:
-        """Whether the communication of this step has ended: the other ranks will do nothing more for it."""
+        """Whether the communication of this step has failed; other ranks do nothing more for it."""
         return self._failure is not None
 
     def forget_failure(self) -> None:
-        """Another step begins, or the failure is being raised."""
+        """Forget a failure, as another step begins or its error is being raised."""
         self._failure = None
 
     def raise_if_bad(self) -> None:
-        """Raise what went wrong since the last call, on any rank, once."""
+        """Raise the error of any rank since the last call, once."""
         failure, self._failure = self._failure, None
         error, self._error = self._error, None
         if failure is not None:
@@ -432,7 +433,7 @@ class BufferSynchronizer(Synchronizer):
         groups = self.reduction_groups[bucket.extent.reduction_group].groups
         groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
-        # A gradient that no rank expected waits for the second round, in which all ranks take part.
+        # A gradient that no rank expected waits for the second round.
         self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
         if self._finite is not None:
             self._finite.look(bucket.extent.plan.members, bucket.slots)
@@ -442,7 +443,7 @@ class BufferSynchronizer(Synchronizer):
         return all(probe is None or probe() for probe in probes)
 
     def _second_round(self, backward: Backward, group: ReductionGroup, agreed: bytes) -> LaunchSchedule[Bucket]:
-        """The schedule that averages the late gradients: averaging is linear, so both averages can be added."""
+        """The schedule that averages the late gradients; averaging is linear, so the results can be added."""
 
         def prepare(bucket: Bucket) -> None:
             taken = [backward.late.get(group.indices[j]) for j in bucket.expected]
@@ -468,7 +469,7 @@ def _reduction_group_of(parameter: nn.Parameter) -> int:
 
 
 def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
-    """The form of ``main_grad``: that of the parameter, dense, and in fp32 where that is asked for."""
+    """The spec of ``main_grad``: that of the parameter, but dense, and in fp32 if ``fp32`` is set."""
     dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
     return replace(spec, dtype=dtype, sparse=False)
 

@@ -1,6 +1,6 @@
-"""The arguments of a Megatron wrapper: a configuration with all of Megatron-Core's fields, in two forms.
+"""The arguments of a Megatron wrapper: a configuration with all of Megatron-Core's fields.
 
-Before Megatron-Core had a configuration, its fields were arguments by position; both forms become one :class:`Setup`.
+Older versions of Megatron-Core took these fields as positional arguments. Both forms are parsed to one :class:`Setup`.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ _REFUSED = {
 
 @dataclass
 class DistributedDataParallelConfig:
-    """The choices of one :class:`~ppe_ddp.megatron.DistributedDataParallel`, under Megatron-Core's names.
+    """The options of one :class:`~ppe_ddp.megatron.DistributedDataParallel`, under Megatron-Core's names.
 
-    Fields may be set until a wrapper is made with the object. From then on setting one raises ``AttributeError``,
-    since it would change nothing; ``dataclasses.replace()`` makes another object.
+    Fields may be set until a wrapper is made with the object. After that, setting one raises ``AttributeError``, since
+    it would have no effect; ``dataclasses.replace()`` makes another object.
 
-    Of Megatron's other fields, some ask for what is not built here and take their default only; any other value is a
-    ``ValueError`` that gives the reason. The rest have no effect: they choose how Megatron computes the same numbers,
-    or are read by Megatron-FSDP and NCCL's registered buffers only.
+    Megatron's other fields are of two kinds. Some ask for features that are not supported: any value but the default
+    raises a ``ValueError`` with the reason. The rest have no effect: they choose how Megatron computes the same
+    numbers, or are read only by Megatron-FSDP and NCCL's registered buffers.
 
     Attributes:
-        grad_reduce_in_fp32: Accumulate and communicate the gradients of half-precision parameters in fp32. Twice the
-            memory and the bytes; sums over many micro-batches keep what is small. Other dtypes are left as they are.
+        grad_reduce_in_fp32: Accumulate and communicate the gradients of half-precision parameters in fp32. It takes
+            twice the memory and bytes, but sums over many micro-batches do not lose small gradients. Other dtypes are
+            not changed.
         overlap_grad_reduce: Communicate by buckets while backward runs, instead of in ``finish_grad_sync()``.
-        overlap_param_gather: Let a distributed optimizer bring parameters together while the next forward runs.
-        use_distributed_optimizer: Reduce-scatter gradients, so that each rank has the average of its own share only,
-            and keep parameters in contiguous buffers, from which they are gathered in place.
+        overlap_param_gather: Let a distributed optimizer gather parameters while the next forward runs.
+        use_distributed_optimizer: Reduce-scatter gradients, so that each rank has the average of its own share only.
+            Parameters are kept in contiguous buffers, in which they are gathered in place.
         check_for_nan_in_grad: Look for NaN and infinity in the gradients of this rank before they are sent; one more
             pass over them. All ranks of the group raise an error that names the rank and the parameters.
         bucket_size: Elements after which a bucket is closed, when communication overlaps. Smaller ones are launched
@@ -125,7 +126,7 @@ class DistributedDataParallelConfig:
         super().__setattr__(name, value)
 
     def use(self) -> None:
-        """Check the values once more, and refuse changes from now on: a wrapper is made with them."""
+        """Check the values, and refuse changes from now on; called when a wrapper is made with them."""
         self._check()
         self._is_used = True
 
@@ -142,7 +143,7 @@ class DistributedDataParallelConfig:
             raise ValueError("overlap_param_gather needs use_distributed_optimizer: without it nothing is gathered")
 
     def described(self) -> str:
-        """One line for fingerprints and messages: the fields that have another value than their default."""
+        """The fields that differ from their defaults, in one line for fingerprints and messages."""
         values = [(field, getattr(self, field.name)) for field in fields(self)]
         return ", ".join(f"{field.name} {value}" for field, value in values if value != field.default)
 
@@ -158,7 +159,7 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """The arguments of a wrapper, in whichever form they came."""
+    """The parsed arguments of a wrapper, the same for both forms."""
 
     config: object
     module: nn.Module
@@ -182,7 +183,7 @@ class Setup:
     def of(
         cls, constructor: Callable[..., None], config: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Setup:
-        """Parse a call of ``constructor``, whose overloads are the new form and the old one."""
+        """Parse a call of ``constructor``, which has two overloads: the new form and the old one."""
         is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
         form = _forms(constructor)[0 if is_new else 1]
         for name in kwargs:
@@ -218,7 +219,7 @@ class Setup:
 
 
 def showing_both_forms(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Let ``inspect.signature`` show the new form, and the parameters that only the old one has as keywords."""
+    """Let ``inspect.signature`` show the new form, with the parameters of the old form as further keywords."""
     new, old = _forms(constructor)
     added = [
         one.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=None, annotation=f"{one.annotation} | None")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from typing_extensions import overload  # typing's remembers what it has seen from Python 3.11 on
+from typing_extensions import overload  # that of typing has get_overloads() only from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.module import ModuleState
@@ -76,39 +76,39 @@ class DistributedDataParallelBase(nn.Module, ABC):
 
 
 class DistributedDataParallel(DistributedDataParallelBase):
-    """Data parallelism with gradients in contiguous buffers, as Megatron-Core has it.
+    """Data parallelism with gradients in contiguous buffers, like Megatron-Core's class of this name.
 
     A backward adds each gradient to ``parameter.main_grad``, a view of a buffer, and leaves ``parameter.grad`` None.
-    One iteration is: ``zero_grad_buffer()``; micro-batches, all but the last in ``no_sync()``; and
+    One iteration has three parts: ``zero_grad_buffer()``; micro-batches, all but the last in ``no_sync()``; and
     :meth:`finish_grad_sync` or ``finalize_model_grads([model])``, after which ``main_grad`` holds the averages. With
-    ``overlap_grad_reduce`` buckets are launched during the backward outside ``no_sync()``; without it, all of them in
-    :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
+    ``overlap_grad_reduce`` buckets are launched during the backward outside ``no_sync()``. Without it, all buckets are
+    launched in :meth:`finish_grad_sync`, and ``no_sync()`` makes no difference.
 
-    Any graph will do, and another one on each rank: a bucket without a gradient on any rank is not sent.
+    Graphs may differ between steps and between ranks. A bucket without a gradient on any rank is not sent.
 
     All ranks of the groups must construct the wrapper together and synchronize equally often. Parameters with
-    ``allreduce = False`` are experts: they are averaged over ``groups.expert``, and divided by the size of the
+    ``allreduce = False`` are experts: they are summed over ``groups.expert``, and divided by the size of the
     data-parallel group, whose tokens they have seen.
 
     Args:
-        config: The model's configuration. ``config.calculate_per_token_loss``, if there is such an attribute and it
-            is true, lets gradients be summed over ranks instead of averaged; ``finalize_model_grads`` divides them.
-        ddp_config: How to synchronize.
+        config: The model's configuration. If ``config.calculate_per_token_loss`` exists and is true, gradients are
+            summed over ranks instead of averaged, and ``finalize_model_grads`` divides them.
+        ddp_config: The options of the synchronization.
         module: The model; its parameters keep their values (see :meth:`broadcast_params`). Parameters that are
             trainable now get a ``main_grad``.
-        disable_bucketing: Put all gradients of a kind into one bucket. Later pipeline stages do so by themselves.
-        groups: The ranks that average; default: all.
-        data_parallel_group: Instead of ``groups``.
-        expert_data_parallel_group: Instead of ``groups``.
+        disable_bucketing: Put all gradients of a kind into one bucket. Later pipeline stages always do so.
+        groups: The groups of this rank; default: all ranks average.
+        data_parallel_group: ``groups.data``, to be given instead of ``groups``.
+        expert_data_parallel_group: ``groups.expert``, to be given instead of ``groups``.
         reduce_function: Averages a bucket; see :class:`ppe_ddp.ReduceFunction`. Default: one all-reduce. Or a
             :class:`ppe_ddp.compression.Compressor`.
-        accumulate_allreduce_grads_in_fp32: In the old form, ``ddp_config.grad_reduce_in_fp32``. The further keywords
-            are fields of ``ddp_config`` in the old form.
+        accumulate_allreduce_grads_in_fp32: ``ddp_config.grad_reduce_in_fp32`` in the old form. The further keywords
+            are other fields of ``ddp_config`` in the old form.
 
     Attributes:
         grad_buffers: The buffers of dense parameters (``buffers`` in Megatron, which hides ``nn.Module.buffers()``).
         expert_parallel_buffers: The buffers of experts.
-        gradient_buffers: All of them, with what is synchronized in them; for :func:`finalize_model_grads`.
+        gradient_buffers: The synchronizer of all buffers; for :func:`finalize_model_grads`.
 
     Raises:
         DisagreementError: On every rank, if their parameters or options differ; names the first.
@@ -179,11 +179,11 @@ class DistributedDataParallel(DistributedDataParallelBase):
     # ------------------------------------------------------------------ compression
 
     def comm_state_dict(self) -> list[dict[str, Any]]:
-        """A copy of what compressors remember on this rank: of dense parameters, and of experts where there are any."""
+        """A copy of the compressors' states on this rank: of dense parameters, and of experts if there are any."""
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Let compressors go on from what :meth:`comm_state_dict` gave; on all ranks together."""
+        """Load the :meth:`comm_state_dict` of this rank. All ranks call this together."""
         for group, state in zip(self.gradient_buffers.reduction_groups, states, strict=True):
             group.load_comm_state_dict(state)
 
@@ -211,12 +211,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return outputs
 
     def _ready(self) -> Reducer[BufferSynchronizer]:
-        """The engine, after it has cleared away what an aborted backward has left."""
+        """The engine, after it has finished an aborted backward, if there was one."""
         reducer, state = self._reducer, self.gradient_buffers
         reducer.check()
         for groups in state.groups:
             groups.check()
-        # A recovery comes first: in it the other ranks speak of the module as it was.
+        # First recover, which finishes a step of the other ranks with the module as it was.
         if reducer.recover() and not state.module_state.is_current(self.module):
             with reducer.looking_at_module():
                 module_state = ModuleState(self.module)
@@ -227,7 +227,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return reducer
 
     def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
-        """Refuse a module whose parameters do not fit the buffers any more; freezing some is all right."""
+        """Raise if the module's parameters do not fit the buffers any more; frozen parameters are allowed."""
         trainable = self.gradient_buffers.layout.bucket_of
         olds = {spec.name: (id(p), spec) for spec, p in zip(before.specs, before.parameters, strict=True)}
         for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
@@ -243,9 +243,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Let backwards inside accumulate into ``main_grad`` without synchronizing: all micro-batches but the last.
+        """A context in which ``backward()`` accumulates into ``main_grad`` without synchronizing.
 
-        What counts is where ``backward()`` is called.
+        Use it for all micro-batches but the last. Only the place of the call of ``backward()`` counts.
         """
         reducer = self._reducer
         before, reducer.enabled = reducer.enabled, False
@@ -255,13 +255,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
             reducer.enabled = before
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Send all accumulated gradients; does nothing where a backward or this has done so, or has failed.
+        """Send all accumulated gradients; does nothing if a backward or this method has sent them, or has failed.
 
-        With ``overlap_grad_reduce`` it waits until all ranks have come so far that they agree on what is sent, and not
-        for the averages. Without it, ``main_grad`` holds the averages afterwards, as in Megatron, and what has gone
-        wrong on any rank is raised by :meth:`finish_grad_sync`.
+        With ``overlap_grad_reduce`` it waits for the agreed mask, and not for the averages. Without it, ``main_grad``
+        holds the averages afterwards, as in Megatron, and :meth:`finish_grad_sync` raises an error of any rank.
 
-        All ranks must take part, each by this, by :meth:`finish_grad_sync` or by a backward.
+        All ranks must take part: by this method, by :meth:`finish_grad_sync`, or by a backward.
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
@@ -271,20 +270,20 @@ class DistributedDataParallel(DistributedDataParallelBase):
             synchronizer.wait_for_results()
 
     def begin_grad_sync(self) -> None:
-        """Begin what :meth:`finish_grad_sync` does, if anything is to be done, without waiting for other ranks."""
+        """Begin the synchronization of :meth:`finish_grad_sync`, if there is one, without waiting for other ranks."""
         reducer = self._ready()
         if not (reducer.synchronizer.is_sent or reducer.synchronizer.has_failed):
             reducer.start()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Wait for what was sent, or send and wait: afterwards ``main_grad`` holds the averages.
+        """Wait for the averages, after sending the gradients if they were not sent; then ``main_grad`` holds averages.
 
-        With ``use_distributed_optimizer`` a rank has them for its own share of each bucket only, the rest is of no use,
-        and ``force_all_reduce`` is refused.
+        With ``use_distributed_optimizer`` a rank has averages of its own share of each bucket only, and the rest of
+        ``main_grad`` has no meaning. ``force_all_reduce`` then raises.
 
         Raises:
             NonFiniteGradientError: On all ranks, with ``check_for_nan_in_grad``; names ranks and parameters.
-            PeerAbortedError: The backward of another rank raised, or one that is to be finished has failed here.
+            PeerAbortedError: The backward of another rank has raised, or this step has failed here already.
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
             raise ValueError(
@@ -296,22 +295,22 @@ class DistributedDataParallel(DistributedDataParallelBase):
             self.start_grad_sync()
             synchronizer.wait_for_results()
         except BaseException:
-            synchronizer.forget_failure()  # it is told now
+            synchronizer.forget_failure()  # the error is being raised
             raise
         finally:
             synchronizer.is_sent = False
         synchronizer.raise_if_bad()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
-        """Give this step up on all ranks; to be called by one that cannot go on with it, and has not told the others.
+        """Give this step up on all ranks; for a rank that cannot complete it and goes on with the next step.
 
-        As :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`: the others raise
-        :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`,
-        and ``main_grad`` is what this rank has computed. When the backward that synchronizes is over, others may have
-        their averages already, and go on with a warning. Without ``overlap_grad_reduce`` it is needed, too, where a
-        backward has raised. Where the model is split, by experts as well, call ``finalize_model_grads()`` after it,
-        which tells the whole model, and raises; so do the ranks whose backwards this has ended. Without that the ranks
-        stay a step apart.
+        See :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`. The other ranks raise
+        :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`.
+        On this rank ``main_grad`` keeps what it has computed. If the synchronized backward is over, other ranks may
+        have their averages already; they go on with a warning. Without ``overlap_grad_reduce`` the call is also needed
+        if a backward has raised. If the model is split, also by experts, call ``finalize_model_grads()`` after it: it
+        tells the ranks of the whole model and raises, and so it does on ranks whose backward was ended by this. Without
+        it the ranks stay a step apart.
         """
         self._reducer.abort(reason)
 
@@ -322,16 +321,16 @@ class DistributedDataParallel(DistributedDataParallelBase):
         synchronizer.scale(scaling_factor)
 
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
-        """Start an iteration: drop what is in ``.grad``, and set ``main_grad`` to zero.
+        """Start an iteration: drop the gradients in ``.grad``, and set ``main_grad`` to zero.
 
-        Without ``zero_buffer``, ``zero_grad()`` of a distributed optimizer does the latter for its parameters, before
-        the first backward; until then the old values count as accumulated.
+        Without ``zero_buffer`` it leaves ``main_grad`` to ``zero_grad()`` of a distributed optimizer, which has to be
+        called before the first backward. Until then the old values count as accumulated.
         """
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
         try:
             synchronizer.wait_for_results()
-        except PeerAbortedError as error:  # of a step that all ranks drop: this one goes on with the next, as they do
+        except PeerAbortedError as error:  # all ranks drop that step and go on with the next
             logger.warning("%s (It was never finished here.)", error)
         synchronizer.is_sent = False
         synchronizer.forget_failure()
@@ -340,9 +339,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
             synchronizer.clear()
 
     def broadcast_params(self) -> None:
-        """Overwrite the parameters on all ranks by those of the first one, and wait; all ranks must call this together.
+        """Overwrite the parameters of all ranks by those of the first rank. All ranks must call this together.
 
-        Dense parameters come from the first rank of ``groups.data``, experts from the first one of ``groups.expert``.
+        Dense parameters come from the first rank of ``groups.data``, experts from the first rank of ``groups.expert``.
         """
         for reduction_group in self.gradient_buffers.reduction_groups:
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
@@ -354,7 +353,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     # ------------------------------------------------------------------ a distributed optimizer
 
     def sharded(self, *, experts: bool = False) -> ShardedModel:
-        """The interface for a distributed optimizer, of dense parameters or of ``experts``; the same at every call."""
+        """The shards for a distributed optimizer, of dense parameters or of ``experts``; cached."""
         if not self.ddp_config.use_distributed_optimizer:
             raise ValueError("a distributed optimizer needs a wrapper made with use_distributed_optimizer=True")
         if experts >= len(self.gradient_buffers.reduction_groups):
@@ -364,23 +363,23 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return self._sharded[experts]
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Bring together what each rank has written into its shards; all ranks must call this.
+        """Gather the shards that each rank has written; all ranks must call this.
 
-        With ``overlap_param_gather`` it waits only by ``force_sync``: the first use of a parameter does. The other
+        With ``overlap_param_gather`` the first use of a parameter waits for it; ``force_sync`` waits here. The other
         arguments are Megatron's, and have no effect.
         """
         overlap = self.ddp_config.overlap_param_gather and not force_sync
         self._gather_of_parameters().start(overlap=overlap)
 
     def enable_forward_pre_hook(self) -> None:
-        """Let forwards wait for parameters that are being gathered; on from the start with ``overlap_param_gather``.
+        """Let forwards wait for parameters that are being gathered; enabled from the start by ``overlap_param_gather``.
 
-        What Python code uses it waits for in any case; the hooks are for extensions, which read unseen.
+        Uses in Python wait without these hooks. The hooks are for extensions, which read parameters in C++.
         """
         self._gather_of_parameters().watch(self.module)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Take these hooks off, and gather all parameters now, unless ``param_sync`` is False."""
+        """Remove these hooks, and gather all parameters now, unless ``param_sync`` is False."""
         gather = self._gather_of_parameters()
         gather.finish()
         gather.unwatch()
@@ -401,7 +400,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
 
 def _bucket_size(config: DistributedDataParallelConfig, groups: ParallelGroups, *, disabled: bool) -> int | None:
-    """Later pipeline stages have time to wait for communication, so one bucket is best there, as in Megatron."""
+    """The bucket size; None, for one bucket, on later pipeline stages, which have time to wait, as in Megatron."""
     is_first_stage = groups.pipeline is None or dist.get_rank(groups.pipeline) == 0
     if not config.overlap_grad_reduce or disabled or not is_first_stage:
         return None

@@ -1,12 +1,12 @@
-"""Completes gradients before an optimizer's step: those summed over more than the data-parallel ranks.
+"""Completes gradients before an optimizer's step: averages them, and sums some over further groups.
 
     data, expert            average     every parameter, by its wrapper
-    tensor                  sum         parameters that have seen a part of the sequence only
-    pipeline                sum         parameters that every stage has a copy of
-    embedding               sum         the first stage's input is the last stage's output
-    position embedding      sum         where stages share it
+    tensor                  sum         parameters that have seen only a part of the sequence
+    pipeline                sum         parameters of which every stage has a copy
+    embedding               sum         the weight of the first stage's embedding and the last stage's output layer
+    position embedding      sum         the weight, if several stages have it
 
-All of it happens in ``main_grad``.
+All sums are computed in ``main_grad``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, posi
 if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
 
-# Fields of the model's configuration that ask Megatron for sums or updates that are not built here.
+# Fields of the model's configuration that ask for sums or updates that this library does not have.
 _REFUSED: dict[str, Callable[[Any], bool]] = {
     "gtp_weight_remat_size": lambda size: size > 1,
     "expert_gtp_weight_remat_size": lambda size: size > 1,
@@ -38,14 +38,14 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 
 
 class _Shared(NamedTuple):
-    """A gradient that several ranks have a part of."""
+    """A gradient of which several ranks have a part."""
 
-    name: str  # the parameter's, or its role where the ranks have other names for it
-    copies: list[tuple[DistributedDataParallel, nn.Parameter]]  # of this rank, one a chunk: added, and given the sum
-    factor: float = 1.0  # what the sum is multiplied by
+    name: str  # the parameter's name, or its role if the name differs between ranks
+    copies: list[tuple[DistributedDataParallel, nn.Parameter]]  # this rank's, one a chunk; they are added first
+    factor: float = 1.0  # of the sum
 
     def described(self) -> str:
-        """One line, the same on all ranks that can add this gradient to theirs."""
+        """One line, which is the same on all ranks whose gradients can be summed with this one."""
         kinds = {
             f"shape {tuple(one.shape)}, {main_grad_of(one).dtype}{chunk.gradient_buffers.place_of(one)}"
             for chunk, one in self.copies
@@ -55,7 +55,7 @@ class _Shared(NamedTuple):
         return f"{self.name}: {kinds.pop()}, times {self.factor:g}"
 
     def marks(self) -> list[tuple[bytearray, int]]:
-        """Where it is marked whether some rank had this gradient: the marks of each copy's module, and its index."""
+        """For each copy: the marks of its module that tell whether some rank had the gradient, and its index there."""
         found = [(chunk.gradient_buffers.gradients, parameter) for chunk, parameter in self.copies]
         return [(gradients.averaged, gradients.index[id(parameter)]) for gradients, parameter in found]
 
@@ -67,43 +67,44 @@ def finalize_model_grads(
     groups: ParallelGroups | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Make the gradients of one iteration whole; every rank must call this together, once an iteration.
+    """Complete the gradients of one iteration; every rank must call this together, once an iteration.
 
-    Waits for the data-parallel synchronization, that of experts included, and then sums, in ``main_grad``:
+    It waits for the data-parallel synchronization, including experts, and then sums in ``main_grad``:
 
     - over ``groups.tensor``, parameters with ``sequence_parallel = True`` (layer norms under sequence parallelism),
       unless ``config.sequence_parallel`` is False, and with ``config.qk_layernorm`` those whose name contains
       ``q_layernorm`` or ``k_layernorm``. Parameters with ``average_gradients_across_tp_domain = True`` are averaged
       instead, whatever other marks they have;
-    - over ``groups.pipeline``, parameters with ``pipeline_parallel = True``, which every stage has a copy of. Chunks
-      of one rank that have parameters of one name are added first, and all get the sum;
-    - over ``groups.embedding``, what ``shared_embedding_or_output_weight()`` gives on the first and the last stage, if
-      ``share_embeddings_and_output_weights`` is true or ``config.mtp_num_layers`` is positive;
+    - over ``groups.pipeline``, parameters with ``pipeline_parallel = True``, of which every stage has a copy. If
+      several chunks of one rank have a parameter of one name, these are added first, and all get the sum;
+    - over ``groups.embedding``, the result of ``shared_embedding_or_output_weight()`` on the first and the last stage,
+      if ``share_embeddings_and_output_weights`` is true or ``config.mtp_num_layers`` is positive;
     - over ``groups.position_embedding``, ``position_embeddings.weight``.
 
     With ``config.moe_router_enable_expert_bias`` it then updates ``expert_bias`` of each module in training mode that
-    has one: by ``config.moe_router_bias_update_rate``, up where ``local_tokens_per_expert``, summed over the
-    data-parallel and tensor-parallel ranks, is below the mean of all experts, down where it is above. Afterwards the
-    counts are zero. (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.)
+    has one, by ``config.moe_router_bias_update_rate``: up for experts whose ``local_tokens_per_expert``, summed over
+    the data-parallel and tensor-parallel ranks, is below the mean, and down for those above it. Then it sets the counts
+    to zero. (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.)
 
-    Where a model is split, by experts as well, an error on one rank is raised on all ranks, where it names the rank,
-    and no rank takes the step. A rank whose backward has raised calls this all the same there: it raises, and the
-    others hear of it.
+    If a model is split, also by experts, an error on one rank is raised on all ranks with the number of that rank, and
+    no rank takes the step. So a rank whose backward has raised must call this as well: it raises, and the other ranks
+    hear of the error.
 
     Args:
-        model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one.
-        num_tokens: One element, changed in place: the tokens of this rank's micro-batches, as the last pipeline
-            stage has counted them. If given, gradients are divided by the total over the data-parallel ranks; meant
-            for models whose ``config.calculate_per_token_loss`` is true, so that gradients are sums.
+        model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one chunk.
+        num_tokens: A tensor of one element, changed in place: the number of tokens in this rank's micro-batches, as the
+            last pipeline stage has counted it. If given, gradients are divided by the total over the data-parallel
+            ranks. It is meant for models with ``config.calculate_per_token_loss``, whose gradients are sums.
         groups: The groups of the model; default: those of the first chunk.
         force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
     Raises:
         NonFiniteGradientError: See :meth:`DistributedDataParallel.finish_grad_sync`.
-        PeerAbortedError: As well; or another rank of one of the groups has raised in this call.
+        PeerAbortedError: See :meth:`DistributedDataParallel.finish_grad_sync`; or another rank of one of the groups has
+            raised in this call.
         DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts.
         TypeError: A chunk is not wrapped.
-        ValueError: The model's configuration asks for something that is not built here; before anything is sent.
+        ValueError: The model's configuration asks for something that is not supported; raised before anything is sent.
     """
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
@@ -138,11 +139,11 @@ def finalize_model_grads(
 
 @contextmanager
 def _together(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Generator[None, None, None]:
-    """Finalize; a step that all ranks drop leaves the memory of compressors as it was, also of complete chunks."""
+    """A context for finalizing: if all ranks drop the step, the compressors of all chunks revoke it."""
     try:
         yield
     except BaseException:
-        if parallel.tells_all:  # else some may have taken the step
+        if parallel.tells_all:  # else some ranks may have taken the step
             _end_step(chunks, is_taken=False)
         raise
     _end_step(chunks, is_taken=True)
@@ -154,9 +155,9 @@ def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> N
 
 
 def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool) -> None:
-    """Finish the synchronization of all chunks; a step that fails in one of them is over in all."""
+    """Finish the synchronization of all chunks; a step that fails in one chunk ends in all."""
     calls = [partial(chunk.finish_grad_sync, force_all_reduce) for chunk in chunks]
-    if chunks[1:]:  # others may come to them in another order, in their backwards
+    if chunks[1:]:  # begin all chunks first: other ranks may come to them in another order, in their backwards
         calls.insert(0, partial(_begin, chunks))
     errors: list[BaseException] = []
     for call in calls:
@@ -169,9 +170,9 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
         interrupts = [error for error in errors if not isinstance(error, Exception)]
         lost = [error for error in errors if isinstance(error, CommunicationError)]
         try:
-            raise [*interrupts, *lost, errors[-1]][0]  # which are not hidden by what follows from them
+            raise [*interrupts, *lost, errors[-1]][0]  # an interrupt or a lost rank causes the other errors
         finally:
-            del errors, interrupts, lost  # whose frames hold this one, and the connections
+            del errors, interrupts, lost  # their frames hold this frame, and the connections
 
 
 def _begin(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -186,7 +187,7 @@ def _check(config: object) -> None:
             raise ValueError(f"finalize_model_grads does not support {name}={value!r} of the model's configuration")
 
 
-# ---------------------------------------------------------------------- what is summed
+# ---------------------------------------------------------------------- which gradients are summed
 
 
 def _over_tensor(chunks: Sequence[DistributedDataParallel], config: object, groups: Groups | None) -> list[_Shared]:
@@ -221,11 +222,11 @@ def _of_ends(
     weight_of: Callable[[nn.Module, object], Tensor | None],
     parallel: ModelParallel,
 ) -> list[_Shared]:
-    """The weight that the first chunk of the first stage and the last one of the last stage share."""
+    """The weight that the first chunk of the first stage and the last chunk of the last stage share."""
     pipeline = parallel.group("pipeline")
     is_first = pipeline is None or pipeline.rank == 0
     is_last = pipeline is not None and pipeline.rank == pipeline.world_size - 1
-    has_predictions = bool(getattr(config, "mtp_num_layers", 0))  # in between, in the last chunk
+    has_predictions = bool(getattr(config, "mtp_num_layers", 0))  # then stages in between have it in their last chunk
     chunk = chunks[-1] if is_last or (has_predictions and not is_first) else chunks[0]
     weight = weight_of(chunk.module, config)
     if not isinstance(weight, nn.Parameter) or not hasattr(weight, "main_grad"):
@@ -256,7 +257,7 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
     for members in kinds.values():
         parts = [[main_grad_of(parameter) for _, parameter in one.copies] for one in members]
         grads = [part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in parts]
-        # Behind the gradients, which of them exist: None on all data-parallel ranks is None everywhere.
+        # The message ends with marks of which gradients exist: one that no rank has stays absent on all ranks.
         exist = [any(averaged[i] for averaged, i in one.marks()) for one in members]
         marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
@@ -273,7 +274,7 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
 def _router_updates(
     chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel
 ) -> list[tuple[Any, Tensor]]:
-    """Routers, each with 1 where an expert has got fewer tokens on all ranks than the mean, and -1 where more."""
+    """Routers with directions for their experts: 1 for fewer tokens over all ranks than the mean, -1 for more."""
     if not getattr(config, "moe_router_enable_expert_bias", False):
         return []
     updated = [r for r in _routers(chunks) if r.training and not getattr(r, "frozen_expert_bias", False)]
@@ -293,7 +294,7 @@ def _router_updates(
 def _update_routers(
     chunks: Sequence[DistributedDataParallel], config: object, updates: Sequence[tuple[Any, Tensor]]
 ) -> None:
-    """Update the bias of routers, and zero what was counted."""
+    """Update the bias of routers, and set their counts to zero."""
     for router, below in updates:
         router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
     if getattr(config, "moe_router_enable_expert_bias", False):
@@ -312,12 +313,12 @@ def _routers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
 
 
 def _data(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Groups:
-    """The data-parallel ranks: the wrapper's groups where no model is split, for which there are no others."""
+    """The data-parallel groups; those of the wrapper if the model is not split."""
     return parallel.group("data") or chunks[0].gradient_buffers.groups[0]
 
 
 def _total(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> float:
-    """The tokens of all data-parallel ranks, as the last pipeline stage has counted them; also in ``num_tokens``."""
+    """The number of tokens of all data-parallel ranks, counted by the last pipeline stage; also in ``num_tokens``."""
     pipeline, data = parallel.group("pipeline"), _data(chunks, parallel)
     if pipeline is not None:
         last, group = pipeline.world_size - 1, pipeline.buckets

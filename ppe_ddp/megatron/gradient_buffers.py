@@ -1,15 +1,15 @@
-"""The gradients of one module in buffers: their layout and memory, what is accumulated there, and their buckets.
+"""The gradients of one module in buffers: layout, memory, accumulation, and buckets.
 
-    parameters      0 1 2 3 4 5 6           as registered; those of one kind share a buffer
-    buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse, as backward reaches them; "." pads
-    shares          |  0 |  1 | 0| 1| 0 | 1 |   each bucket divides by the number of ranks
+    parameters      0 1 2 3 4 5 6               as registered; those of one kind share a buffer
+    buffer          | 6 5 4 . | 3 2 | 1 0 . |   in reverse order, as backward reaches them; "." pads
+    shares          |  0 |  1 | 0| 1| 0 | 1 |   the size of each bucket is a multiple of the number of ranks
 
-A kind is the ranks that average it (all data-parallel ones, or those with the same experts), the dtype of the
-parameter, that of the gradient, and the device.
+The kind of a parameter consists of its reduction group (dense parameters or experts), its dtype, the dtype of its
+gradient, and its device.
 
-A bucket is reduced in other memory. By all-reduce, all of it becomes averages. By reduce-scatter only this rank's share
-does, and what is in the rest afterwards is of no use. Until the whole step has succeeded the range is what this rank
-has computed: a reduction that was given up may still write into its memory, so that a copy to go back to would not do.
+A bucket is reduced in other memory. An all-reduce gives averages of the whole range, a reduce-scatter those of this
+rank's share; the rest of the range then has no meaning. The range itself keeps this rank's gradients until the whole
+step has succeeded. Reducing in place and restoring a copy would not be safe: an abandoned reduction may still write.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TICK_ELEMENTS = 1 << 14
 class BufferKind:
     """The properties that the gradients of one buffer share."""
 
-    reduction_group: int  # 0 for dense parameters, 1 for experts, which other ranks average
+    reduction_group: int  # 0 for dense parameters, 1 for experts
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     device: torch.device
@@ -63,7 +63,7 @@ class Item:
     index: int  # among all parameters of the module
     numel: int
     kind: BufferKind
-    alone: bool = False  # it needs a bucket of its own, so that other pipeline stages shard it in the same way
+    alone: bool = False  # has a bucket of its own, so that all pipeline stages shard it in the same way
     row_major: bool = True
 
 
@@ -71,11 +71,11 @@ class Item:
 class BucketRange:
     """A range of a buffer that is reduced as one bucket."""
 
-    plan: BucketPlan  # offsets are from the start of the range; the index counts the buckets of the module as sent
-    buffer: int  # its number
+    plan: BucketPlan  # offsets are from the start of the range; the index counts the module's buckets in sending order
+    buffer: int  # the number of its buffer
     reduction_group: int
-    start: int  # the first element in the buffer
-    padded: int  # elements with padding; divides by the number of ranks
+    start: int  # its first element in the buffer
+    padded: int  # number of elements with padding, a multiple of the number of ranks
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class BufferLayout:
     launch_triggers: frozenset[int]  # the parameters at whose arrival the reducer launches the buckets that are ready
 
     def plan(self, present: bytes) -> Plan:
-        """The buckets with a gradient on some rank; ``present`` has one byte a parameter, 0 where there is none."""
+        """The plan of the buckets with a gradient on some rank; ``present`` has one byte a parameter, 0 for none."""
         chosen = tuple(b.plan for b in self.buckets if any(present[i] for i in b.plan.members))
         bucket_of = {i: k for k, bucket in enumerate(chosen) for i in bucket.members}
         return Plan(present, chosen, bucket_of, len(chosen) - 1)
@@ -98,8 +98,8 @@ class BufferLayout:
 def lay_out(items: Sequence[Item], *, bucket_size: int | None, divisors: Sequence[int]) -> BufferLayout:
     """Lay out buffers and buckets of the trainable parameters, in the order of their registration.
 
-    A bucket is closed after ``bucket_size`` elements; with None there is one a buffer. ``divisors``: what the size of a
-    bucket must divide by, for each reduction group.
+    A bucket is closed after ``bucket_size`` elements; with None each buffer is one bucket. The size of a bucket becomes
+    a multiple of the divisor of its reduction group, in ``divisors``.
     """
     reverse = list(reversed(items))
     kinds = tuple(dict.fromkeys(item.kind for item in reverse))
@@ -156,11 +156,12 @@ class ParamAndGradBuffer:
     """Contiguous gradients of one kind.
 
     Attributes:
-        kind: The properties that they have in common.
-        buckets: The ranges that are sent.
+        kind: The properties that all gradients share.
+        buckets: The ranges that are reduced as one bucket each.
         grad_data: 1-D, in the gradients' dtype; padding is zero.
-        param_data: 1-D, in the parameters' dtype, of as many elements: the parameters are views of it. Or None.
-        params: Those whose gradients lie here, in the order in which they do.
+        param_data: 1-D, in the parameters' dtype, of the same number of elements; the parameters are views of it. Or
+            None.
+        params: The parameters, in the order of their gradients in the buffer.
     """
 
     def __init__(
@@ -204,14 +205,14 @@ class ParamAndGradBuffer:
 
 
 class MainGradients:
-    """The accumulated gradients of one module, and which of them there are."""
+    """The accumulated gradients of one module, with marks of which exist."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
         self._main = main
         self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
-        self.streams: GradientStreams | None = None  # those that gradients are accumulated on; None on CPUs
-        self.revision = 0  # another number after each synchronization and each zeroing
+        self.streams: GradientStreams | None = None  # the streams that gradients are accumulated on; None on CPUs
+        self.revision = 0  # counts synchronizations and zeroings
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -220,13 +221,13 @@ class MainGradients:
 
     def forget(self) -> None:
         """Mark every gradient as absent: the buffers were zeroed."""
-        self.accumulated = bytearray(len(self._parameters))  # 1 where something was added here since then
-        self.averaged = bytearray(len(self._parameters))  # 1 where some rank had it when it was synchronized
-        self.is_dirty = False  # something was added that is not synchronized yet
+        self.accumulated = bytearray(len(self._parameters))  # 1 if this rank has added a gradient since then
+        self.averaged = bytearray(len(self._parameters))  # 1 if some rank had the gradient when it was synchronized
+        self.is_dirty = False  # a gradient was added that is not synchronized yet
         self.revision += 1
 
     def forget_some(self, indices: Iterable[int]) -> list[int]:
-        """Mark gradients as absent, and return those that were there on some rank: the rest of the memory is zero."""
+        """Mark gradients as absent, and return those that existed; the memory of the others is zero already."""
         there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
         for i in there:
             self.accumulated[i] = self.averaged[i] = 0
@@ -235,7 +236,7 @@ class MainGradients:
         return there
 
     def discard(self) -> None:
-        """Drop what is in ``.grad``, and the marks of kernels that add to ``main_grad`` by themselves."""
+        """Drop the gradients in ``.grad``, and the marks of kernels that add to ``main_grad`` themselves."""
         for i in self._main:
             parameter = self._parameters[i]
             if parameter.grad is not None:
@@ -252,7 +253,7 @@ class MainGradients:
         return mask
 
     def add(self, indices: Iterable[int]) -> None:
-        """Add the ``.grad`` of these parameters, which is None from then on; skips those without one."""
+        """Add ``.grad`` of these parameters to ``main_grad``, and set it to None; skips those without one."""
         to: list[Tensor] = []
         of: list[Tensor] = []
         for i in indices:
@@ -264,12 +265,12 @@ class MainGradients:
             self.accumulated[i] = 1
             self.is_dirty = True
             if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                continue  # a fused kernel has added it already; what is in .grad is a dummy
+                continue  # a fused kernel has added it already, and .grad is a dummy
             to.append(self._main[i])
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
             self.streams.wait_for_gradients(of)
-        if len(to) == 1:  # most often, in no_sync(): a third of the cost
+        if len(to) == 1:  # the usual case in no_sync(); a third of the cost of the fused call
             to[0].add_(of[0])
         elif True in [gradient.is_sparse for gradient in of]:
             for memory, gradient in zip(to, of, strict=True):
@@ -292,7 +293,7 @@ class MainGradients:
         return taken
 
     def put_back(self, taken: Mapping[int, Tensor]) -> None:
-        """Add gradients that :meth:`take` has taken out to ``main_grad``: no average came of them."""
+        """Add gradients that :meth:`take` has taken out to ``main_grad``, as they were not averaged."""
         for i, gradient in taken.items():
             self._main[i].add_(gradient)
             self.accumulated[i] = 1
@@ -305,15 +306,15 @@ _PACKING = Packing(bucket_bytes=4 << 20, adopt_bytes=1 << 62)
 class ReductionGroup:
     """The parameters that one process group averages, the dense ones or the experts. All its ranks make it together.
 
-    A mean over the group is multiplied by ``gain``: experts see the tokens of all data-parallel ranks, but are averaged
-    over fewer; and where losses are summed a token, so are gradients.
+    The mean over the group is multiplied by ``gain``. It is not 1 in two cases: experts see the tokens of all
+    data-parallel ranks, but are averaged over fewer ranks; and with losses per token gradients are summed.
     """
 
     def __init__(
         self,
         groups: Groups,
         module_state: ModuleState,
-        indices: Sequence[int],  # of its parameters among all of the module
+        indices: Sequence[int],  # of its parameters, among all of the module
         specs: Sequence[ParameterSpec],  # of its parameters, with the dtypes of main_grad
         function: ReduceFunction | Compressor,
         *,
@@ -324,11 +325,11 @@ class ReductionGroup:
         self.module_state = module_state
         self.indices = indices
         self.gain = gain
-        # The buckets of a backward are those of the layout: the planner of the negotiation is not used.
+        # The layout has the buckets, so the planner of the negotiation is not used.
         self.negotiation = Negotiation(groups, _PACKING, negotiate=True, with_buffers=False, options=options)
         self.negotiation.use_module(module_state)
         self.dropped_forwards = DroppedForwards(groups.rank)
-        self.repairs = Planner(specs, _PACKING)  # of a second round
+        self.repairs = Planner(specs, _PACKING)  # plans second rounds
         self.comm_state = CommState(can_revoke=True)
         self.comm_state.begin(groups, module_state.specs)
         self.reduction: Reduction
@@ -340,13 +341,13 @@ class ReductionGroup:
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """A copy of the compressor's memory on this rank; empty without one."""
+        """A copy of the compressor's state on this rank; empty without a compressor."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
         return self.comm_state.state_dict(self.reduction.compressor, self.groups)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`comm_state_dict` gave; refuses the state of another rank, module or compressor."""
+        """Load a :meth:`comm_state_dict`; raises for the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
             self.comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
             self.negotiation.use_plug("a state of the compressor", *self.comm_state.agreed)
@@ -354,12 +355,12 @@ class ReductionGroup:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
 
     def local(self, mask: bytes | bytearray) -> bytes:
-        """The part of a mask over all parameters that belongs to this reduction group."""
+        """The bytes of this group's parameters in a mask over all parameters."""
         return bytes([mask[i] for i in self.indices])
 
 
 class BufferBucket(DenseBucket):
-    """A range of a buffer, and the memory that it is all-reduced in: as large as the range, kept from step to step."""
+    """A range of a buffer, and memory of the same size for its all-reduce, kept from step to step."""
 
     def __init__(
         self,
@@ -380,12 +381,12 @@ class BufferBucket(DenseBucket):
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
         self._is_reduced = False
         self._carried: Tensor | None = None
-        self._message: tuple[Tensor, list[Tensor]] | None = None  # where it is all-reduced, and the slots there
+        self._message: tuple[Tensor, list[Tensor]] | None = None  # memory of the all-reduce, and the slots there
         self._reduced_share: Tensor | None = None
 
     @property
     def _averaged_part(self) -> Tensor:
-        """Where averages come: the whole range, or where it is reduce-scattered this rank's equal part, 1-D."""
+        """The memory that gets averages, 1-D: the whole range, or with reduce-scatter this rank's equal part."""
         if self._scatter is None:
             return self._range
         size = self.extent.padded // self._groups.world_size
@@ -413,19 +414,19 @@ class BufferBucket(DenseBucket):
             self._carried.mul_(factor)
 
     def reopen(self) -> None:
-        """Let more be added to averages, so that the next reduction gives their sum with its own averages."""
+        """Prepare to accumulate on top of averages: the next reduction gives their sum with its own averages."""
         if not self._is_reduced:
             return
         self._is_reduced = False
         if self._scatter is None and self._gain == 1.0:
-            return  # the mean of what all ranks have is the same
-        # No other rank has this share of the averages, or what they were multiplied by would be multiplied once more:
-        # undone beforehand, they would be rounded in halves, or too large for them.
+            return  # the averages are the same on all ranks, so averaging them again does not change them
+        # Set the averages aside. With a reduce-scatter no other rank has this share of them. With a gain they would be
+        # multiplied by it again; dividing by it first would round or overflow in half precision.
         self._carried = self._averaged_part.clone()
         self._memory.zero_()
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add an average that came late to that of parameter ``index``."""
+        """Add an average of the second round to that of parameter ``index``."""
         self.slots[self.extent.plan.members.index(index)].add_(gradient)
         self._is_reduced = True
 
@@ -457,7 +458,7 @@ class BufferBucket(DenseBucket):
         yield from super().finish() if self._scatter is None else self._scatter.finish(self)
 
     def averages(self) -> list[Tensor]:
-        """Write the averages into ``main_grad``, of a reduce-scatter into this rank's share; one view a member."""
+        """Write the averages into ``main_grad``, or with reduce-scatter into this rank's share; one view a member."""
         reduced = self._reduced_share if self._scatter is not None else self._flat
         if reduced is not None and reduced is not self._range:
             self._averaged_part.copy_(reduced)
@@ -473,10 +474,10 @@ class BufferBucket(DenseBucket):
         self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
-        """Abandon the reduction, whose connections were closed, when a reduce-scatter reads ``main_grad`` no more."""
+        """Abandon the reduction, after its connections were closed; first waits while it may read ``main_grad``."""
         is_done = probe(self.pending)
         if self._scatter is not None and is_done is not None:
             ends_soon(is_done)
         self.release()
-        self._message = None  # the reduction may still write there
+        self._message = None  # the abandoned reduction may still write there
         return []

@@ -1,9 +1,10 @@
 """The process groups of one job: those that average gradients, and those that split one model.
 
-data        rank 0 ── rank 2        averaged by the wrapper: NaN there is raised on both
-tensor      rank 0 ── rank 1        here rank 1 learns of it, and leaves its wait at once
+data        rank 0 ── rank 2        the wrapper averages here; NaN on one rank raises on both
+tensor      rank 0 ── rank 1        rank 0 reports it here, and rank 1 leaves its wait at once
 
-What the ranks of one model share: weights that two pipeline stages have, and copies that a norm counts once.
+This file also finds the parameters that ranks of one model share: weights of two pipeline stages, and copies that a
+norm counts once.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ logger = logging.getLogger("ppe_ddp")
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The groups that this rank belongs to; None where there is no such parallelism.
+    """The groups that this rank belongs to; None for a parallelism that is not used.
 
     Attributes:
         data: Ranks that hold the same dense parameters and get different data (context parallelism included).
@@ -68,7 +69,7 @@ class ParallelGroups:
 
     @property
     def split_model(self) -> bool:
-        """Whether ranks that these groups name have different parts of the model."""
+        """Whether ranks of these groups have different parts of the model."""
         parents = [getattr(self, name) for name in (*_SPLITS, "expert_tensor")]
         return self.expert is not None or any(one is not None and dist.get_world_size(one) > 1 for one in parents)
 
@@ -77,10 +78,10 @@ class ParallelGroups:
         """The groups of a mesh whose dimensions are named ``dp``, ``cp``, ``ep``, ``tp`` and ``pp``.
 
         Every dimension is optional. Dense parameters are averaged over ``dp``, ``cp`` and ``ep``, experts over
-        ``dp`` and ``cp``. Groups are made where the mesh has none, so all ranks of the mesh must call this together.
+        ``dp`` and ``cp``. It may have to make groups, so all ranks of the mesh must call this together.
 
         Args:
-            mesh: Over all ranks that train the model.
+            mesh: A mesh over all ranks that train the model.
 
         Raises:
             ValueError: A dimension has another name, or none.
@@ -101,7 +102,7 @@ class ParallelGroups:
 
 
 def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
-    """This rank's group over those of ``dimensions`` that the mesh has; None where it has none."""
+    """This rank's group over those of ``dimensions`` that the mesh has; None if it has none of them."""
     names = tuple(name for name in dimensions if name in (mesh.mesh_dim_names or ()))
     if not names:
         return None
@@ -112,14 +113,14 @@ def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
 
 
 def _alone() -> ProcessGroup:
-    """A group of this rank only, where there is no other to average with."""
-    # By new_group() other ranks, which may not come here, would name their next groups otherwise.
+    """Make a group of this rank only, for a rank without others to average with."""
+    # new_group() would change the names of later groups on this rank, as other ranks may not come here.
     rank = dist.get_rank()
     return new_group_named(f"ppe_ddp/alone/{rank}/{next(_made_alone)}", [rank], None, None, None)
 
 
 def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
-    """A group of the first and the last stage of each pipeline; this rank's, or None in between."""
+    """Make a group of the first and the last stage of each pipeline; returns this rank's, or None in between."""
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or mesh.size(names.index("pp")) < 2:
         return None
@@ -128,15 +129,15 @@ def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
     return own
 
 
-# ---------------------------------------------------------------------- what ranks of one model share
+# ---------------------------------------------------------------------- parameters that ranks of one model share
 
 
 def word_embedding(module: nn.Module, config: object) -> Tensor | None:
-    """The embedding of the first pipeline stage, or the output layer of the last, which share their weight.
+    """The weight that the embedding of the first pipeline stage and the output layer of the last stage share.
 
-    None for a model without ``shared_embedding_or_output_weight()``, or whose ``share_embeddings_and_output_weights``
-    is False, unless ``config.mtp_num_layers`` is positive: layers that predict further tokens have the embedding on
-    the last stage.
+    None for a model without ``shared_embedding_or_output_weight()``. Also None if
+    ``share_embeddings_and_output_weights`` is False, unless ``config.mtp_num_layers`` is positive: layers that predict
+    further tokens have the embedding on the last stage.
     """
     model = _owner(module, "shared_embedding_or_output_weight")
     if model is None:
@@ -149,14 +150,14 @@ def word_embedding(module: nn.Module, config: object) -> Tensor | None:
 
 
 def position_embedding(module: nn.Module, _config: object) -> Tensor | None:
-    """The weight of ``position_embeddings``; None for a model that has none."""
+    """The weight of the module ``position_embeddings``; None for a model without it."""
     model = _owner(module, "position_embeddings")
     embeddings: Any = None if model is None else model.position_embeddings
     return getattr(embeddings, "weight", None)
 
 
 def needs_own_bucket(module: nn.Module, config: object) -> set[int]:
-    """The ids of the parameters that other stages must shard in the same way, wherever they lie there."""
+    """The ids of parameters that other pipeline stages have as well and must shard in the same way."""
     shared = (word_embedding(module, config), position_embedding(module, config))
     found = {id(weight) for weight in shared if weight is not None}
     marks = ("shared_embedding", "pipeline_parallel")
@@ -195,7 +196,7 @@ class CopiesOfParameters(Copies):
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
-        """See :meth:`Copies.agreeing`; over data-, tensor- and pipeline-parallel ranks, as finalizing was."""
+        """See :meth:`Copies.agreeing`; over data-, tensor- and pipeline-parallel ranks."""
         with self._parallel.step(CLIP) if self._parallel.tells_all else super().agreeing():
             yield
 
@@ -214,15 +215,16 @@ class CopiesOfParameters(Copies):
             self._parallel.leave(error)
 
     def note_failed_update(self) -> None:
-        if self.is_split:  # else the next step gathers what was left out
+        if self.is_split:  # else the next step gathers all parameters
             self._parallel.has_failed_update = True
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
-        """Whether the parameter of ``shard`` adds to the norm on this rank.
+        """Whether the parameter of ``shard`` counts in the norm on this rank.
 
-        Parameters marked ``tensor_model_parallel`` are split over the tensor-parallel ranks; of the others these ranks
-        have copies, and the first rank's counts. Of parameters that pipeline stages share, the first stage's counts;
-        of ``pipeline_parallel`` ones of one name, its first chunk's. Parameters marked ``shared`` never count.
+        Parameters marked ``tensor_model_parallel`` are split over the tensor-parallel ranks, and count on all of them.
+        Other parameters are copies on these ranks, and count on the first one. Parameters that pipeline stages share
+        count on the first stage; ``pipeline_parallel`` ones of one name count in its first chunk. Parameters marked
+        ``shared`` never count.
         """
         name, parameter = shard.name, shard.parameter
         if getattr(parameter, "shared", False) or id(parameter) in self._copied:
@@ -243,15 +245,15 @@ def _rank(group: ProcessGroup | None) -> int:
 
 
 class _Kept:
-    """What all wrappers over one process group share, one after another."""
+    """The duplicates of one process group, and counts, which all wrappers over it use."""
 
     groups: Groups | None = None
     clippings = 0  # since the backward
-    is_finalized = False  # steps are counted by finalize_model_grads(), and clipping belongs to the step before it
+    is_finalized = False  # finalize_model_grads() counts steps, and clipping belongs to the step before it
 
     @classmethod
     def of(cls, parent: ProcessGroup) -> _Kept:
-        """That of ``parent``, with a duplicate that was made at the first call on all its ranks."""
+        """The object of ``parent``; at the first call all its ranks make a duplicate together."""
         kept = kept_with(parent, cls)
         kept.groups = kept.groups or Groups.duplicate(parent)
         return kept
@@ -260,11 +262,11 @@ class _Kept:
 class ModelParallel:
     """Collectives over the groups that split one model; all their ranks must make theirs together.
 
-    Groups of one rank are left out. Where the model is split, the data-parallel group is among them: one after another
-    they join all ranks of the job, so that all know of a rank that drops the step.
+    Groups of one rank are left out. If the model is split, the data-parallel group is included. The groups, one after
+    another, then reach all ranks of the job, so that all hear of a rank that drops the step.
 
     Attributes:
-        has_failed_update: Whether :meth:`agree` is to tell all ranks of a step of an optimizer of this wrapper's.
+        has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
@@ -278,23 +280,23 @@ class ModelParallel:
         self._distinct = [*{id(groups): groups for groups in self._groups.values()}.values()]
         self._waits_in: Groups | None = None
         self._phase = FINALIZE
-        self._has_come = False  # to connect again, in this call
-        self._agreed: DisagreementError | None = None  # what all ranks raise
-        self._sums = False  # whether any rank sums anything in this step
+        self._has_come = False  # this call has come to connect again
+        self._agreed: DisagreementError | None = None  # an error that all ranks raise
+        self._sums = False  # some rank sums gradients in this step
         self.has_failed_update = False
 
     @property
     def tells_all(self) -> bool:
-        """Whether an error in a step is raised on all ranks of the job: the model is split."""
+        """Whether an error in a step is raised on all ranks of the job, because the model is split."""
         return bool(self._distinct)
 
     def group(self, name: str) -> Groups | None:
-        """The duplicates of a group, by its name in :class:`ParallelGroups`; None where this rank is alone."""
+        """The duplicates of a group, by its name in :class:`ParallelGroups`; None if this rank is alone in it."""
         return self._groups.get(name)
 
     @contextmanager
     def step(self, phase: str = FINALIZE) -> Generator[None, None, None]:
-        """Run one step's collectives: what is raised inside reaches the ranks of all groups."""
+        """A context for the collectives of one step; it reports an error to the ranks of all groups."""
         self._phase, self._has_come = phase, False
         for kept in self._kept.values():
             kept.is_finalized |= phase == FINALIZE
@@ -313,7 +315,7 @@ class ModelParallel:
             raise instead from error
         finally:
             self._waits_in = self._agreed = None
-            # Who fails next lets the others complete this.
+            # So that a rank that fails next waits until the other ranks have completed this step.
             self._note(Activity.DONE if is_next else Activity.GATHERED)
 
     def _note(self, activity: Activity) -> None:
@@ -336,11 +338,11 @@ class ModelParallel:
         self.communicate(groups, start, tensor.device)
 
     def agree(self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool) -> None:
-        """Wait until all ranks have come here, and refuse ranks of a group that are about to send different things.
+        """Wait until all ranks have come here, and check that the ranks of each group are about to send the same.
 
-        Connects again first, where a failure has closed the groups. The wrappers have done so by then, in whatever
-        order the ranks came to their own. ``described`` has what is sent in which group, a line each; ``sums`` tells
-        whether anything else is. ``of_chunks`` are those of the model's chunks.
+        If a failure has closed the groups, it first connects again; the wrappers have done that before, in any order.
+        ``described`` has by group a line for each gradient that is sent. ``sums`` tells whether anything else is
+        summed. ``of_chunks`` has the ModelParallel of each chunk of the model.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
@@ -357,10 +359,10 @@ class ModelParallel:
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
                 raise _disagreement(groups, all_gather_json(lines, groups.control))
-            groups.note(Activity.BUCKET)  # all have come
+            groups.note(Activity.BUCKET)  # all ranks have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])
-        for one in of_chunks:  # all are told
+        for one in of_chunks:  # all ranks have been told
             one.has_failed_update = False
         if failed >= 0:
             self._agreed = DisagreementError(
@@ -371,14 +373,14 @@ class ModelParallel:
             raise self._agreed
 
     def confirm(self) -> None:
-        """Wait until all ranks have come here, if any has summed anything: none takes a step that another drops."""
+        """Wait until all ranks have come here, if any has summed gradients, so that all take the step or none does."""
         for groups in self._distinct if self._sums else ():
             word = torch.zeros(1)
             start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
             self.communicate(groups, start, word.device)
 
     def _vote(self, groups: Groups, extremes: Tensor) -> None:
-        """Find the maxima over the ranks; once more, with new connections, if a rank had failed after the last step."""
+        """Find the maxima over the ranks. If a rank had failed after the last step, renew connections and repeat."""
         mine, vote = extremes.clone(), partial(dist.all_reduce, extremes, dist.ReduceOp.MAX, async_op=True)
         try:
             self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
@@ -387,23 +389,23 @@ class ModelParallel:
             if not isinstance(instead, PeerAbortedError) or instead.step is None or instead.step >= groups.step:
                 raise instead from error
             logger.warning("%s (This rank's gradients of that call were complete.)", instead)
-            groups.step -= 1  # it begins once more
+            groups.step -= 1  # the step begins again
             self._begin_again_where_told(instead)
             while any(one.is_closed for one in self._distinct):
                 self.renew()
-                self._begin_again_where_told(instead)  # who has failed tells one group after another
+                self._begin_again_where_told(instead)  # the rank that failed reports to one group after another
             extremes.copy_(mine)
             self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
 
     def _begin_again_where_told(self, error: PeerAbortedError) -> None:
-        """Close the groups in which a rank has told by now that it had failed after the last step."""
+        """Close the groups in which a rank has reported by now that it had failed after the last step."""
         for groups in self._distinct:
             if not groups.is_closed and any(report.step < groups.step for report in groups.failures.of_others()):
                 groups.fail(error, self._phase)
                 groups.step -= 1
 
     def renew(self) -> None:
-        """Make new connections where a failure has closed them."""
+        """Make new connections in place of those that a failure has closed."""
         self._has_come = True
         for groups in self._distinct:
             groups.check()
@@ -415,12 +417,12 @@ class ModelParallel:
                 self._begin_step([groups for groups in closed if not groups.is_closed])
 
     def leave(self, error: BaseException) -> None:
-        """Tell those that may wait in a call to come, as for inf in the gradients of another optimizer."""
+        """Report ``error`` to ranks that may wait in a later call, such as the check for inf of another optimizer."""
         for groups in self._distinct:
             groups.fail(relayed(error), UPDATE)
 
     def _give_up(self, error: BaseException) -> BaseException | None:
-        """Tell the ranks of all groups that this step has failed here; the error to raise instead, if there is one."""
+        """Report to the ranks of all groups that this step has failed; returns the error to raise instead, or None."""
         instead = self._waits_in.fail(error, self._phase) if self._waits_in is not None else None
         aborted = relayed(instead or error)
         for groups in self._distinct:

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 class _Assigned(NamedTuple):
-    """The gradient that a weight was given last, and the versions by which a change of it is seen."""
+    """The gradient last assigned to a weight, and the versions by which its changes are noticed."""
 
     revision: int  # of the averages
-    source_version: int  # of the buffer: it changes with each write into main_grad
-    gradient: Tensor  # a view of the buffer, or where the dtypes differ a copy
-    version: int  # of the copy: it changes where the optimizer unscales or clips it
+    source_version: int  # of the buffer; changes with each write into main_grad
+    gradient: Tensor  # a view of the buffer, or a copy if the dtypes differ
+    version: int  # of the copy; changes if the optimizer unscales or clips it
 
 
 class ShardedBuffers(ShardedModel):
     """The shards of the buffers of one reduction group, for a distributed optimizer.
 
-    Gathering is in place: parameters are views of the buffer. So between ``gather()`` and the end of its Work the
-    parameters of that unit must not be used.
+    Gathering is in place, since parameters are views of the buffer. So the parameters of a unit must not be used
+    between ``gather()`` and the end of its Work.
     """
 
     has_even_shards = False  # the bounds of a rank's part of a bucket may lie anywhere in a parameter
@@ -51,7 +51,7 @@ class ShardedBuffers(ShardedModel):
         self._gradients = state.gradients
         self._synchronizer = state
         self._pool = state.pool
-        # What backward reaches last, a forward needs first.
+        # A forward needs first the parameters that backward reaches last.
         self._buckets = [bucket for bucket in reversed(state.layout.buckets) if bucket.reduction_group == number]
         places = {
             i: (bucket, offset)
@@ -104,12 +104,12 @@ class ShardedBuffers(ShardedModel):
         ]
 
     def attach(self, index: int, weight: Tensor) -> None:
-        """Let ``weight.grad`` be the average, in :meth:`assign_gradients`."""
+        """Attach a weight, whose ``grad`` is set to the average in :meth:`assign_gradients`."""
         self._weights[index] = weight
         self._assigned.pop(index, None)
 
     def assign_gradients(self) -> list[bool]:
-        """Give the weights what was averaged since, and what was written into ``main_grad``."""
+        """Set ``grad`` of the weights to new averages, or to values that were written into ``main_grad``."""
         gradients = self.gradients()
         for index, weight in self._weights.items():
             gradient = gradients[index]
@@ -139,9 +139,9 @@ class ShardedBuffers(ShardedModel):
         return True
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Clear what is in ``.grad`` and in ``main_grad``: afterwards there is no gradient, however it is cleared.
+        """Clear ``.grad`` and ``main_grad``; afterwards there is no gradient, with or without ``set_to_none``.
 
-        Megatron's train step leaves the buffers to this, where it calls ``zero_grad_buffer(zero_buffer=False)``.
+        Megatron's train step relies on this if it calls ``zero_grad_buffer(zero_buffer=False)``.
         """
         super().zero_grad(indices)
         self._synchronizer.clear_some([self._indices[index] for index in indices])
@@ -150,11 +150,11 @@ class ShardedBuffers(ShardedModel):
                 self._weights[index].grad = None
 
     def write(self, index: int, values: Tensor) -> None:
-        """Set the shard at ``index`` in the parameter buffer, on this rank only."""
+        """Set the shard at ``index`` in the parameter buffer; local."""
         self._slice(self._memory_of(index), index).copy_(values.detach())
 
     def write_in_place(self, indices: Sequence[int]) -> None:
-        """Check that the parameters at ``indices`` are views of the buffer, so that their new values are there."""
+        """Check that the parameters at ``indices`` are views of the buffer, which then has their new values."""
         for index in indices:
             self._memory_of(index)
 
@@ -185,7 +185,7 @@ class ShardedBuffers(ShardedModel):
         self._under_way -= self._under_way if unit is None else {unit}
 
     def install(self, unit: int) -> None:
-        """Note that it has come; parameters are views of what was gathered."""
+        """Note that the gather is complete; the parameters are views of the gathered buffer."""
         if unit in self._under_way:
             self._under_way.remove(unit)
             if not self._under_way:

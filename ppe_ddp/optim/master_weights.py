@@ -1,17 +1,17 @@
 """Master weights, which the wrapped optimizer updates: 1-D shards of parameters, in high precision.
 
-Where a parameter has that precision itself, its master weight is the very memory of the shard. Else it is a copy, and
-a change of the parameter from outside (``load_state_dict``) is noticed by its version.
+If a parameter has that precision itself, its master weight is a view of the shard's memory. Else it is a copy, and
+a change of the parameter by other code (``load_state_dict``) is noticed by its version.
 
-An optimizer on CPUs makes a dozen calls of torch for each tensor, which take longer than the arithmetic where that has
-a few thousand elements. So the small weights are stepped together, laid end to end in one flat tensor:
+An optimizer on CPUs makes a dozen calls of torch for each tensor. For tensors of a few thousand elements these take
+longer than the arithmetic. So the small weights are stepped together, laid end to end in one flat tensor:
 
     weights        a | b | c | D        copied there for the step
-    gradients      a | b | c | D        the same
-    state          a   b   c | D        stays there between the steps: that of a small weight is a view of it
+    gradients      a | b | c | D        copied there for the step
+    state          a   b   c | D        stays there between steps; the state of a small weight is a view of it
 
-That is possible for what works element by element, with the same hyper-parameters and as many steps made. A layout
-is made where two steps have had the same gradients: to make it costs some steps of its own.
+This requires an element-wise optimizer, equal hyper-parameters, and equal numbers of steps. A layout is made after two
+steps with the same gradients, since making it costs as much as some steps.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 
-_LARGEST_BYTES = 16 << 10  # of a shard: from 32 KB on, copying it takes as long as the calls that it saves (measured)
-_MOST_BYTES = 512 << 10  # of a flat tensor: a step goes over it and its state ten times, which is to stay in the cache
-_FEWEST = 4  # shards
+_LARGEST_BYTES = 16 << 10  # of a small shard; from 32 KB on, copying it takes as long as the saved calls (measured)
+_MOST_BYTES = 512 << 10  # of a flat tensor, so that it stays in the cache: a step passes it and its state ten times
+_FEWEST = 4  # shards in a flat tensor
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
-# Known to keep nothing but tensors like the parameter and numbers, and to look at nothing else.
+# Optimizers whose state has only numbers and tensors like the parameter, and whose step reads nothing else.
 _KNOWN_NAMES = "Adadelta Adagrad Adam Adamax AdamW ASGD NAdam RAdam RMSprop Rprop SGD"
 _KNOWN = tuple(getattr(torch.optim, name) for name in _KNOWN_NAMES.split())
 
@@ -55,14 +55,14 @@ class MasterWeight:
         self._address = shard.parameter.data_ptr()
 
     def _own(self) -> Tensor:
-        """This rank's part of the parameter as it is now: its memory where that is dense, else a copy."""
+        """This rank's part of the current parameter: a view of its memory if that is dense, else a copy."""
         parameter, shard = self.shard.parameter.detach(), self.shard
         if is_non_overlapping_and_dense(parameter):
             return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
     def refresh(self) -> None:
-        """Copy the parameter to the master weight, if it was written from outside since the last step."""
+        """Copy the parameter to the master weight, if other code has written it since the last step."""
         parameter = self.shard.parameter
         if self.is_alias:
             if parameter.data_ptr() != self._address:
@@ -75,7 +75,7 @@ class MasterWeight:
             self.note_written()
 
     def note_written(self) -> None:
-        """Note that the parameter has the values of the master weight."""
+        """Note that the parameter has the values of the master weight now."""
         self._version = version_of(self.shard.parameter)
 
 
@@ -87,7 +87,7 @@ class MasterWeights(list[MasterWeight]):
         self._copies: list[MasterWeight] = []
         self._aliased: list[nn.Parameter] = []
         self._weights: list[nn.Parameter] = []
-        self._addresses: list[int] = []  # of what is aliased, when it was looked at last
+        self._addresses: list[int] = []  # of the aliased parameters, at the last refresh
         self._own_addresses: list[int] = []
 
     def append(self, master: MasterWeight) -> None:
@@ -108,22 +108,22 @@ class MasterWeights(list[MasterWeight]):
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 
     def write(self, model: ShardedModel, updated: Sequence[bool]) -> Sequence[int]:
-        """Give ``updated`` shards of ``model`` their master weights, on this rank; returns the changed units."""
+        """Write the master weights of ``updated`` shards to ``model``, on this rank; returns the changed units."""
         masters = [master for master in self if updated[master.index]]
         indices = {master.index for master in masters}
         if list(map(torch.Tensor.data_ptr, self._weights)) == self._own_addresses:
             model.write_in_place([master.index for master in masters if master.is_alias])
             masters = [master for master in masters if not master.is_alias]
-        for master in masters:  # all of them where the optimizer has set ``.data`` of some of its weights
+        for master in masters:  # all of them if the optimizer has set ``.data`` of some weight
             model.write(master.index, master.weight.detach())
         return [unit for unit, members in enumerate(model.units) if not indices.isdisjoint(members)]
 
 
 class FlatStep:
-    """Steps an optimizer of 1-D weights, the small ones laid end to end where that makes no difference to the result.
+    """Steps an optimizer of 1-D weights; lays small weights end to end if that does not change the result.
 
-    It makes one to whoever looks on: more hooks of the optimizer's than ``hooks``, or a ``step`` that was replaced (by
-    ``torch.compile``); there, and with an optimizer that is not torch's own, each weight is stepped by itself.
+    Code that watches the steps would see the flat tensors. So each weight is stepped by itself if the optimizer has
+    more step hooks than ``hooks``, if its ``step`` was replaced (by ``torch.compile``), or if it is not torch's own.
     """
 
     def __init__(self, optimizer: Optimizer, *, hooks: int) -> None:
@@ -131,7 +131,7 @@ class FlatStep:
         self._is_known = type(optimizer) in _KNOWN
         self._hooks = hooks
         self._last: list[list[int]] = []
-        self._flats: list[tuple[dict[str, Any], list[FlatShards]]] | None = None  # by group
+        self._flats: list[tuple[dict[str, Any], list[FlatShards]]] | None = None  # pairs of a group and its flat shards
         self._table = optimizer.state
 
     def step(self) -> None:
@@ -153,14 +153,14 @@ class FlatStep:
                     flat.unpack(optimizer.state.pop(flat.weight, flat.state))
 
     def separate(self) -> None:
-        """Give each weight state of its own again: somebody else is going to look at it, or to change it."""
+        """Give each weight state of its own again, since other code is about to read or change it."""
         for _, flats in self._flats or ():
             for flat in flats:
                 flat.separate()
         self._flats = None
 
     def _laid_out(self) -> list[tuple[dict[str, Any], list[FlatShards]]]:
-        """The groups that have small shards to be stepped together, with these."""
+        """The groups that have flat shards, with these; makes them if the last two steps had the same gradients."""
         if not self._is_known or "step" in vars(self._optimizer) or step_hooks(self._optimizer) != self._hooks:
             self.separate()
             return []
@@ -182,13 +182,13 @@ class FlatStep:
         return all(flat.is_intact() for _, flats in self._flats or () for flat in flats)
 
     def _made(self, group: dict[str, Any], weights: Iterable[Tensor]) -> list[FlatShards]:
-        # Fused, torch makes one call for all weights, and rounds the last elements of each in another way.
+        # A fused step makes one call for all weights already, and rounds the last elements of each differently.
         if group.get("differentiable") or group.get("fused"):
             return []
         state = self._optimizer.state
         alike: dict[Any, list[Tensor]] = {}
         for weight in weights:
-            # Elsewhere torch makes one call for many tensors by itself.
+            # On other devices torch makes one call for many tensors itself.
             if weight.nbytes <= _LARGEST_BYTES and weight.device.type == "cpu" and not _IS_SPARSE(weight.grad):
                 kinds = [(key, _kind(value, weight)) for key, value in state[weight].items()]
                 alike.setdefault((weight.dtype, *kinds), []).append(weight)
@@ -197,7 +197,7 @@ class FlatStep:
 
 
 class FlatShards:
-    """Weights alike in hyper-parameters, dtype, device and steps; ``weight`` and ``state``: all of them end to end."""
+    """Weights of equal hyper-parameters, dtype, device and steps; ``weight`` and ``state`` have them end to end."""
 
     def __init__(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
         self.weights = weights
@@ -207,11 +207,11 @@ class FlatShards:
         self.weight.grad = torch.empty_like(flat)
         self._pieces = list(flat.split(self._sizes))
         self._states = states
-        self.state = {key: _joined([state[key] for state in states], flat) for key in states[0]}
+        self.state = {key: _joined([state[key] for state in states]) for key in states[0]}
         self._share()
 
     def is_intact(self) -> bool:
-        """Whether nobody has replaced state of a weight or changed a number in it, and no gradient is sparse."""
+        """Whether the state of the weights was not replaced or changed by other code, and no gradient is sparse."""
         entries = list(chain.from_iterable(map(dict.values, self._states)))
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             return False
@@ -224,7 +224,7 @@ class FlatShards:
         torch.cat([weight.grad for weight in self.weights], out=self.weight.grad)  # type: ignore[misc]  # all have one
 
     def unpack(self, state: dict[str, Any]) -> None:
-        """Copy the flat tensor to the weights; ``state`` is what the optimizer has made of its state."""
+        """Copy the flat tensor to the weights; ``state`` is the flat tensor's state after the step."""
         torch._foreach_copy_(self.weights, self._pieces)
         if list(state) == list(self._kept) and all(map(is_, state.values(), self._kept.values())):
             for key, numbers in self._numbers.items():
@@ -234,14 +234,14 @@ class FlatShards:
             self._share()
 
     def separate(self) -> None:
-        """Give each weight state in memory of its own, as what saves tensors saves the memory of all of them."""
+        """Give each weight state in memory of its own: saving a view would save the whole flat tensor."""
         for state in self._states:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = value.clone()
 
     def _share(self) -> None:
-        """Let the weights have their parts of the state, and numbers of their own, as that of their steps."""
+        """Make each weight's state a view of the flat state; numbers, such as the step, are copies of its own."""
         self._numbers = {
             key: value.repeat(len(self._sizes))
             for key, value in self.state.items()
@@ -265,7 +265,7 @@ def _with(flats: Sequence[FlatShards], weights: Sequence[Tensor]) -> list[Tensor
 
 
 def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The weights in their order, as many together as stay in the cache."""
+    """Group the weights, in order, so that each group stays in the cache."""
     sizes = accumulate(weight.nbytes for weight in weights)
     parts: dict[int, list[Tensor]] = {}
     for weight, size in zip(weights, sizes, strict=True):
@@ -274,7 +274,7 @@ def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _kind(value: Any, weight: Tensor) -> object:
-    """The properties of state in which weights must agree to be stepped together."""
+    """The properties of a state entry that must be equal for weights to be stepped together."""
     if not isinstance(value, Tensor):
         return type(value), value
     if value.shape == weight.shape:
@@ -282,8 +282,8 @@ def _kind(value: Any, weight: Tensor) -> object:
     return value.dtype, value.item() if not value.dim() else id(value)
 
 
-def _joined(values: Sequence[Any], like: Tensor) -> Any:
-    """The state of all weights together; ``values`` are the states of each."""
+def _joined(values: Sequence[Any]) -> Any:
+    """The state of the flat tensor, made of ``values``, the state of each weight."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first

@@ -1,8 +1,8 @@
 """DistributedOptimizer: shards the state of any element-wise torch optimizer over the ranks (ZeRO stage 1).
 
-All ranks agree on what is true of all gradients: their norm, and that none is inf. ``torch.amp.GradScaler`` looks for
-inf where it divides by the scale, in one call of torch for all gradients. A tensor of a subclass among them adds an
-all-reduce of what was found: inf in one rank's shard skips the step on all ranks.
+All ranks agree on the norm of all gradients, and on whether one is inf. ``torch.amp.GradScaler`` looks for inf when it
+divides by the scale, in one call of torch for all gradients. One gradient of a tensor subclass adds an all-reduce of
+the result, so that inf in one rank's shard skips the step on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_f
 
 logger = logging.getLogger("ppe_ddp")
 
-# Those whose step looks at a parameter as a whole, or at all of them, so that shards would give other numbers.
+# Optimizers whose step depends on a whole parameter, or on all parameters, so that shards would give other results.
 _NOT_ELEMENTWISE = {
     "LBFGS": "takes inner products over all parameters and calls the closure as often as it likes",
     "Adafactor": "keeps statistics of rows and columns",
@@ -40,44 +40,44 @@ _NOT_ELEMENTWISE = {
 class DistributedOptimizer(Optimizer):
     """ZeRO-1: each rank keeps master weights and optimizer state of its shards only.
 
-    A step updates this rank's shard of each parameter with its shard of the averaged gradient, which has come by
-    reduce-scatter during backward, and gathers the parameters; with ``overlap`` that goes on during the next forward.
+    Backward reduce-scatters the gradients. A step updates this rank's shard of each parameter with its shard of the
+    averaged gradient, and gathers the parameters. With ``overlap`` the gather goes on during the next forward.
 
-    ``.grad`` of a parameter is None after a synchronized backward where no rank has a gradient, else a
-    :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements, since each rank has its shard of them, in the
-    master weights' ``.grad``. As with torch, gradients add up, over backwards and over steps, until they are cleared by
-    any ``zero_grad()`` or by ``parameter.grad = None``, on all ranks alike. (``zero_grad()`` of the wrapped optimizer
-    itself does not clear what has accumulated in ``no_sync()`` since.) A Megatron wrapper leaves ``.grad`` None, and
-    gradients add up in ``main_grad`` until ``zero_grad_buffer()`` clears it too; but what was unscaled, clipped or
-    edited is, where the master weights have another dtype, a copy, which the next synchronization makes anew.
+    After a synchronized backward ``.grad`` of a parameter is None if no rank has a gradient, else a
+    :class:`ppe_ddp.optim.ShardedGradient`: a tensor without elements. This rank's shard of the average is in ``.grad``
+    of the master weight. As with torch, gradients add up, over backwards and over steps, until they are cleared by
+    any ``zero_grad()`` or by ``parameter.grad = None``, which all ranks must do alike. (``zero_grad()`` of the wrapped
+    optimizer itself does not clear gradients that have accumulated in ``no_sync()`` since.) A Megatron wrapper leaves
+    ``.grad`` None, and gradients add up in ``main_grad`` until ``zero_grad_buffer()`` clears that, too. There, if the
+    master weights have another dtype, their ``.grad`` is a copy: the next synchronization replaces it, and so drops
+    what was unscaled, clipped or edited in it.
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
-    ``param_groups`` are those of the wrapped optimizer with the master weights in the place of the parameters, 1-D;
-    what is done to their ``.grad`` there counts in the step. In the place of ``torch.nn.utils.clip_grad_norm_`` is
-    :meth:`clip_grad_norm_`.
+    ``param_groups`` are those of the wrapped optimizer, with 1-D master weights in place of the parameters. Changes of
+    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``.
 
-    All ranks of the model's group must construct it together, with the same groups, and call :meth:`step`,
+    All ranks of the model's group must construct it together, with the same groups. They must call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 
     Args:
-        optimizer: An optimizer of the model's parameters, which this one takes over; or its class, then for all
+        optimizer: An optimizer of the model's parameters, which this one takes over. Or an optimizer class, for all
             trainable parameters and with ``defaults``.
-        model: A :class:`ppe_ddp.DistributedDataParallel`, or another wrapper that is, or offers by ``sharded()``,
-            a ``ShardedModel``.
-        master_dtype: The dtype of the master weights; a wider parameter's is as wide as the parameter. Where a
-            parameter has this dtype, its own memory is its master weight.
-        overlap: Gather during the next forward. Without it, a step ends when all parameters are there. With it, each
-            is waited for where Python code first uses it, in a module or anywhere else; but code that cannot be
-            seen reads old values, unless it calls :meth:`synchronize` before: what has kept a view of a parameter
-            since before the step (``p.data``, a ``state_dict``), and what hands a parameter to a C++ extension or to
-            ``torch.func.grad`` outside of the model's modules.
-        **defaults: For a class.
+        model: A :class:`ppe_ddp.DistributedDataParallel`, or another wrapper that is a ``ShardedModel``, or returns one
+            by ``sharded()``.
+        master_dtype: The dtype of the master weights; a wider parameter has a master weight of its own dtype. The
+            master weight of a parameter with this dtype is a view of the parameter's memory.
+        overlap: Gather during the next forward. Without it, a step ends when all parameters have arrived. With it, the
+            first use of a parameter in Python waits for it, in a module or anywhere else. Two uses are not noticed, and
+            read old values unless :meth:`synchronize` is called before: views that were kept since before the step
+            (``p.data``, a ``state_dict``), and parameters passed to a C++ extension or to ``torch.func.grad`` outside
+            of the model's modules.
+        **defaults: Keywords for an optimizer class.
 
     Raises:
-        ValueError: The optimizer does not work element by element, or has parameters that the model has not.
-        TypeError: ``optimizer`` is none, there is no ``model``, or it cannot shard.
+        ValueError: The optimizer is not element-wise, or has parameters that the model does not have.
+        TypeError: ``optimizer`` is no optimizer, there is no ``model``, or it cannot shard.
     """
 
     _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
@@ -101,7 +101,7 @@ class DistributedOptimizer(Optimizer):
         self._inner = optimizer
         self._dtype = master_dtype
         self._masters = MasterWeights()
-        self._checked: list[MasterWeight] = []  # whose gradient a scaler's check was told by
+        self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
         self._is_stepping, self._last_step = False, -1
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
@@ -115,11 +115,11 @@ class DistributedOptimizer(Optimizer):
         self._everyone.add(self)
         if overlap and modules is not None:
             self._gather.watch(modules)
-        # What Optimizer.__init__ does, without groups of its own: as when an optimizer is unpickled.
+        # Initializes the base class without groups of its own, as unpickling an optimizer does.
         self.__setstate__({"defaults": optimizer.defaults})
         self._warn_of_left_out()
 
-    # ------------------------------------------------------------------ what it is made of
+    # ------------------------------------------------------------------ parameters, groups and state
 
     def _take_over(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         weights: list[Tensor] = []
@@ -143,7 +143,7 @@ class DistributedOptimizer(Optimizer):
         return weights
 
     def _on_installed(self) -> Callable[[int], None]:
-        """A callback that notes which parameters are as their master weights; it does not keep this alive."""
+        """Return a callback that notes which parameters have the values of their master weights; holds no self."""
         masters = {master.index: master for master in self._masters if not master.is_alias}
         units = self._model.units
 
@@ -166,8 +166,8 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The wrapped optimizer's groups: its hyper-parameters, and master weights whose ``.grad`` is their shard's."""
-        if self._model.is_synchronized:  # between micro-batches there is only something to look at
+        """The wrapped optimizer's groups: hyper-parameters, and master weights with the averaged ``.grad``."""
+        if self._model.is_synchronized:  # between micro-batches there are no averages
             self._model.assign_gradients()
             self._share_inf_checks()
         return self._inner.param_groups
@@ -179,13 +179,13 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, by master weight: of this rank's shards."""
+        """The wrapped optimizer's state of this rank's shards, by master weight."""
         self._flat_step.separate()
         return self._inner.state
 
     @property
     def master_nbytes(self) -> int:
-        """Bytes of this rank's master weights, without those that are the parameters' own memory."""
+        """Bytes of this rank's master weights, without those that are views of parameters."""
         return sum(master.weight.nbytes for master in self._masters if not master.is_alias)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -205,14 +205,14 @@ class DistributedOptimizer(Optimizer):
     # ------------------------------------------------------------------ a step
 
     def _share_inf_checks(self) -> None:
-        """Give one gradient of each device and dtype, for which the scaler makes one call, a check over all ranks."""
+        """Make one gradient of each device and dtype a SharedScaleCheck; the scaler makes one call for each kind."""
         kinds: dict[tuple[torch.device, torch.dtype], MasterWeight] = {}
         for master in self._masters:
             if (gradient := master.weight.grad) is not None:
                 kinds.setdefault((gradient.device, gradient.dtype), master)
         if not kinds and self._masters and self._model.copies.are_of_parts:
-            # The others wait for this rank, whose experts have seen no token: the scaler has to find something here,
-            # until gradients are assigned again, as they are before each use.
+            # This rank's experts have seen no token, but the other ranks wait for its check. So give the scaler a
+            # gradient of zeros, which lasts until gradients are assigned again.
             master = min(self._masters, key=lambda one: one.weight.numel())
             master.weight.grad = torch.zeros_like(master.weight)
             kinds[master.weight.device, master.weight.dtype] = master
@@ -235,11 +235,12 @@ class DistributedOptimizer(Optimizer):
         """Update the shards of this rank, and gather the parameters to all ranks.
 
         Args:
-            closure: Called once, with gradients enabled, before the step: forward and backward; its result is returned.
+            closure: Runs forward and backward. Called once before the step, with gradients enabled; its result is
+                returned.
 
         Raises:
-            PeerAbortedError: Another rank has raised in its step; with ``overlap`` a warning, later. Parameters
-                are updated in part, until the next step gathers all of them.
+            PeerAbortedError: Another rank has raised in its step. With ``overlap`` it is a warning in the next step.
+                Some parameters have old values until the next step, which gathers all of them.
             CommunicationError: A rank is lost.
         """
         loss = None
@@ -254,8 +255,8 @@ class DistributedOptimizer(Optimizer):
         self._is_stepping = True
         try:
             self._flat_step.step()
-            if not self._model.groups.is_closed:  # by a failure in this step; the next one gathers everything
-                # by what all ranks have, whatever a user has made of this rank's gradients
+            if not self._model.groups.is_closed:  # else this step has failed, and the next one gathers everything
+                # ``exists`` is the same on all ranks; the user may have changed gradients of this rank since
                 self._send(exists)
         except BaseException as error:
             peer_error = self._fail(error, is_awaited=is_awaited)
@@ -267,34 +268,34 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def _fail(self, error: BaseException, *, is_awaited: bool) -> PpeDdpError | None:
-        """Tell the ranks that wait for this one; what to raise instead of ``error``, if another has failed.
+        """Tell the ranks that wait for this one; returns the error to raise instead if another rank has failed.
 
-        Who has nothing to gather would be told in the next step only, and lose that.
+        Otherwise ranks with nothing to gather here would hear of it in the next step only, and lose that step.
         """
         peer_error = self._gather.fail(error) if is_awaited else None
         parent, has_told = self._model.groups.parent, is_awaited
         for other in set(self._everyone) - {self}:
             if other._last_step != other._model.groups.step:
                 other._model.copies.leave(peer_error or error)
-            # Ranks without these parameters have gone on to the next optimizer, and with overlap others may have.
+            # Ranks without these parameters have gone on to the next optimizer. With overlap all ranks may have.
             has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
             is_left_out = has_gone_on and other._last_step != other._model.groups.step
             if is_left_out and other._may_gather():
                 other._gather.fail(peer_error or error)
                 has_told = True
-        if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else another rank tells of its own
+        if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else the rank that failed tells it
             self._model.copies.note_failed_update()
         return peer_error
 
     def _may_gather(self) -> bool:
-        """Whether a step that comes now may gather anything: the same on every rank."""
+        """Whether a step at this point may gather anything; the same on every rank."""
         try:
             return self._gathers(self._model.assign_gradients())
-        except RuntimeError:  # some are not averaged: nobody knows what it would do
+        except RuntimeError:  # some gradients are not averaged, so it may
             return True
 
     def _gathers(self, exists: Sequence[bool]) -> bool:
-        """Whether a step with these gradients gathers anything: the same on every rank."""
+        """Whether a step with these gradients gathers anything; the same on every rank."""
         return self._gather.is_behind or any(exists[master.index] for master in self._masters)
 
     def _send(self, updated: Sequence[bool]) -> None:
@@ -303,22 +304,22 @@ class DistributedOptimizer(Optimizer):
         self._gather.start(units, overlap=self._overlaps)
 
     def synchronize(self) -> None:
-        """With ``overlap``, wait until all parameters are there; see there who has to call it."""
+        """Wait until all parameters have arrived; see ``overlap`` for code that must call it."""
         self._gather.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or set them to zero: the shards, and what has accumulated during ``no_sync()``."""
+        """Clear the gradients, or set them to zero: the shards, and gradients accumulated in ``no_sync()``."""
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that the norm of all of them together is at most ``max_norm``; return that norm.
+        """Scale the gradients so that their total norm is at most ``max_norm``; returns the norm before.
 
-        As :func:`ppe_ddp.optim.clip_grad_norm_`, which takes several optimizers and describes the arguments.
+        See :func:`ppe_ddp.optim.clip_grad_norm_` for the arguments; it takes several optimizers.
         """
         return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
     def _gradients(self, names: set[str]) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients of this rank's shards; all of them, and those that add to the norm."""
+        """The gradients of this rank's shards: all of them, and those that count in the norm."""
         self._model.assign_gradients()
         self._end_inf_checks()
         there = [(master.shard, g) for master in self._masters if (g := master.weight.grad) is not None]
@@ -329,9 +330,10 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
 
-        Tensors that are cut like their parameter are 1-D DTensors of the flattened parameter, one shard a rank: saved
-        by ``torch.distributed.checkpoint``, they are loaded by any number of ranks. What ``torch.save`` writes of one
-        rank fits the same rank of as many. Master weights that are the parameters' own memory are in the model's.
+        Tensors that are cut like their parameter are 1-D DTensors of the flattened parameter, with one shard a rank. If
+        ``torch.distributed.checkpoint`` saves them, any number of ranks can load them. A file of ``torch.save`` fits
+        only the same rank of the same number of ranks. Master weights that are views of parameters are not included:
+        they are in the model's state.
         """
         self.synchronize()
         self._flat_step.separate()
@@ -339,11 +341,11 @@ class DistributedOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, on all ranks; parameters follow their master weights.
+        """Load a :meth:`state_dict`, on all ranks together; parameters get the values of their master weights.
 
         Raises:
-            ValueError: Other parameters, groups or memory formats, or shards of another number of ranks; names the
-                first and says what to do. Nothing was changed then.
+            ValueError: Parameters, groups, memory formats or the number of ranks differ; names the first difference and
+                says what to do. Nothing is changed then.
         """
         self._gather.finish()
         self._flat_step.separate()
@@ -359,20 +361,21 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of several optimizers so that the norm of all of them together is at most ``max_norm``.
+    """Scale the gradients of several optimizers so that their total norm is at most ``max_norm``.
 
-    For a model whose parameters are in more than one: experts and the rest, or the chunks of a virtual pipeline. Every
-    element counts once, whatever rank has it. With a Megatron wrapper the norm is that of the whole model, over the
-    tensor-parallel and pipeline-parallel ranks too, and parameters that are not marked by ``tensor_model_parallel =
-    True`` are taken for copies on tensor-parallel ranks; where no parameter of some rank has the mark, all raise.
+    Use it if a model's parameters are in several optimizers: experts and the rest, or the chunks of a virtual pipeline.
+    Every element counts once in the norm, on whichever ranks it is. With a Megatron wrapper the norm is that of the
+    whole model, including the tensor-parallel and pipeline-parallel ranks. Parameters without the mark
+    ``tensor_model_parallel = True`` then count as copies on tensor-parallel ranks. If no parameter of some rank has the
+    attribute, all ranks raise.
 
     All ranks of the model must call this together.
 
     Args:
-        optimizers: Those of this rank's parameters, over the same groups.
+        optimizers: The optimizers of this rank's parameters, over the same groups.
         max_norm: The largest norm.
         norm_type: The p of the p-norm; may be ``inf``.
-        error_if_nonfinite: Raise a RuntimeError where the norm is inf or NaN, on all ranks.
+        error_if_nonfinite: Raise a RuntimeError on all ranks if the norm is inf or NaN.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
@@ -408,7 +411,7 @@ def clip_grad_norm_(
 
 
 def _check_call(optimizer: object, model: object) -> None:
-    """Refuse the parameters in the place of the optimizer, as torch's ZeroRedundancyOptimizer takes them."""
+    """Refuse parameters in place of the optimizer, which torch's ZeroRedundancyOptimizer takes, and a missing model."""
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if not issubclass(kind, Optimizer):
         problem = f"takes an optimizer or its class, not {kind.__name__}"
@@ -444,7 +447,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Optimizer, *_: object) -> None:
-    """A hook before each step of the wrapped optimizer, which alone would update this rank's shards on this rank."""
+    """A hook that refuses a direct step of the wrapped optimizer, which would update this rank's shards here only."""
     self = owner()
     if self is not None and not self._is_stepping:
         raise UnusableError(
@@ -456,9 +459,10 @@ def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Opt
 def total_norm(
     shards: Sequence[Tensor], norm_type: float, device: torch.device, copies: Copies, *, is_unknown: bool
 ) -> tuple[Tensor, bool]:
-    """The norm of the gradients whose shards the ranks of the model have: 0-dimensional, the same on every rank.
+    """The norm of the gradients of a model (0-dimensional), and whether it is unknown; the same on every rank.
 
-    ``shards`` are without copies of another rank's; also whether it ``is_unknown`` to some rank which are.
+    ``shards`` are this rank's gradients, without copies of another rank's. ``is_unknown`` says that this rank does not
+    know which ones are copies; the second result says whether that holds for any rank.
     """
     present = [shard for shard in shards if shard.numel()]
     dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
@@ -469,7 +473,7 @@ def total_norm(
         stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
         value = stacked.max() if is_max else stacked.pow(norm_type).sum()
     unknown = torch.full_like(value, float(is_unknown))
-    total = torch.stack([value, value.isnan().to(value), unknown])  # transports take the maximum with NaN differently
+    total = torch.stack([value, value.isnan().to(value), unknown])  # transports differ in the maximum with NaN
     copies.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     norm = total[0] if is_max else total[0].pow(1.0 / norm_type)
     norm = torch.where(total[1] > 0, math.nan, norm).to(dtype)
@@ -477,10 +481,9 @@ def total_norm(
 
 
 class ScaleCheck:
-    """One check for inf over all ranks of a model, which the scaler makes in one call for each device and dtype.
+    """One check for inf over all ranks of a model, for the scaler's calls for each device and dtype.
 
-    Only the last of so many ``calls`` communicates, so that ranks whose gradients have other dtypes and devices send as
-    many messages.
+    Only the last of ``calls`` communicates, so that ranks with different numbers of calls send one message each.
     """
 
     def __init__(self, calls: int, copies: Copies) -> None:
@@ -489,7 +492,7 @@ class ScaleCheck:
         self._found: list[Tensor] = []
 
     def add(self, found: Tensor) -> None:
-        """Take what one call has found; the last one is told what any rank has found in any call."""
+        """Take the result of one call. The last call gets the maximum over all calls of all ranks."""
         self._found.append(found)
         self._missing -= 1
         if self._missing:
@@ -501,13 +504,13 @@ class ScaleCheck:
 
 
 class SharedScaleCheck(Tensor):
-    """A gradient shard whose check for inf is shared. Everything else works on it as on any tensor."""
+    """A gradient shard whose check for inf is shared by all ranks; all other functions work as on any tensor."""
 
     _check: ScaleCheck
 
     @classmethod
     def of(cls, gradient: Tensor, check: ScaleCheck) -> SharedScaleCheck:
-        """``gradient`` itself, in another type."""
+        """Return ``gradient`` as this subclass, with the same memory."""
         shared: SharedScaleCheck = gradient.as_subclass(cls)
         shared._check = check
         return shared

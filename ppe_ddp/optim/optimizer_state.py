@@ -2,12 +2,12 @@
 
     state           layer.weight    exp_avg       1-D DTensor of the flattened parameter, a shard on each rank
                                     step          the same on every rank
-    exists          layer.weight    1             0: never updated, and what is in ``state`` is not to be loaded
-    master          layer.weight    1-D DTensor   where the parameter itself is not as precise
-    param_groups    hyper-parameters, with names in the place of parameters
+    exists          layer.weight    1             0: never updated, so the entries in ``state`` are not loaded
+    master          layer.weight    1-D DTensor   if the parameter itself is less precise
+    param_groups    hyper-parameters, with names in place of parameters
     layout          layer.weight    the order of its elements
 
-Every parameter has all its entries from the beginning, since torch.distributed.checkpoint loads into what is there.
+Every parameter has all entries before its first step, since torch.distributed.checkpoint loads into existing entries.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
     from ppe_ddp.optim.master_weights import MasterWeight
 
-_SCALARS = ("step", "eta", "mu", "mu_product")  # that torch's optimizers keep: no shards, if a parameter is one too
-_PROBE = 3  # elements of a trial parameter: as many has each state that is cut like its parameter
+_SCALARS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers that is not sharded, even for a scalar
+_PROBE = 3  # elements of a trial parameter, and so of each state entry that is cut like its parameter
 
 
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """This rank's part of a whole parameter's state, as precise as the master weight.
+    """This rank's part of a whole parameter's state, in the precision of the master weight.
 
-    Adagrad has state before its first step, in the dtype of the parameter.
+    Such state exists if the optimizer has made steps before, and for Adagrad always.
     """
     shard = master.shard
     parameter = shard.parameter
@@ -60,7 +60,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
     groups: list[dict[str, Any]] = []
     for options in optimizer.param_groups:
         members = [by_weight[id(weight)] for weight in options["params"]]
-        # copies: torch gives all groups one tensor where the learning rate is one
+        # Copies: if the learning rate is a tensor, torch gives the same tensor to all groups.
         own = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
         groups.append({"params": [member.shard.name for member in members], **own})
         template: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ def restore(
     """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none; returns masters with new weights."""
     found: _CheckpointPart | None = None
     error: Exception | None = None
-    try:  # no collective in here: a rank that fails would leave the others in it
+    try:  # no collective in this block: if this rank fails, the other ranks would wait in it
         found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
@@ -106,7 +106,7 @@ def restore(
 
 
 def _raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Raise the errors of all ranks, which call this together, on each; also where their ``collectives`` differ."""
+    """Raise the errors of all ranks on every rank, or an error if their ``collectives`` differ. Collective."""
     world_size = dist.get_world_size(group)
     own = f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}"
     told = all_gather_json([None if error is None else own, list(collectives)], group)
@@ -130,7 +130,7 @@ def _raise_together(error: Exception | None, collectives: Sequence[str], group: 
 
 
 class _CheckpointPart:
-    """This rank's part of a checkpoint. All that can be wrong with it is found out when this is made."""
+    """This rank's part of a checkpoint; the constructor does all checks."""
 
     def __init__(
         self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
@@ -138,7 +138,7 @@ class _CheckpointPart:
         _check_groups(optimizer, masters, checkpoint)
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self._even = model.has_even_shards
-        self.state: dict[int, dict[str, Any]] = {}  # this rank's copy, by the index of the master weight
+        self.state: dict[int, dict[str, Any]] = {}  # this rank's state, by the index of the master weight
         self.weights: dict[int, Tensor] = {}  # new values, by the index of the master weight
         self._others: list[tuple[dict[Any, Any], Any, Any, MasterWeight]] = []
         for master in masters:
@@ -163,7 +163,7 @@ class _CheckpointPart:
             self._others.append((table, key, value, master))
 
     def _own(self, master: MasterWeight, value: Any) -> Any:
-        """A copy of this rank's part of ``value``; refuses that of another rank."""
+        """Copy this rank's part of ``value``; raises if it is another rank's."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         if not hasattr(value, "placements"):
@@ -182,21 +182,21 @@ class _CheckpointPart:
 
     @property
     def collectives(self) -> list[str]:
-        """The collectives of :meth:`complete` in order; if they differ between ranks, none may be begun."""
+        """The names of the collectives of :meth:`complete`, in order; they must be the same on all ranks."""
         return [f"{master.shard.name} {key}" for _, key, _, master in self._others]
 
     def complete(self) -> None:
-        """Get this rank's part of what other ranks hold; every rank must call this."""
+        """Fetch the parts of this rank that other ranks hold; every rank must call this."""
         for table, key, value, master in self._others:
             own = value.full_tensor()[master.shard.start : master.shard.stop]
             table[key] = own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
 
 def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[str, DeviceMesh]) -> Any:
-    """``value``, as a DTensor if it is this rank's shard; uneven shards become even chunks, from all ranks together."""
+    """``value``, as a DTensor if it is a shard. Uneven shards become even chunks, which is collective."""
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
         return value
-    # imported here, as it takes a third of a second
+    # The import takes a third of a second.
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Cut
@@ -231,24 +231,24 @@ def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpo
 
 
 def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that ``optimizer`` gives a parameter at its first step, found out on a small one."""
+    """The state that ``optimizer`` gives a parameter at its first step, found by a step of a small trial parameter."""
     trial = nn.Parameter(torch.zeros(_PROBE, dtype=options["params"][0].dtype, device=options["params"][0].device))
     trial.grad = torch.zeros_like(trial)
-    twin = copy.copy(optimizer)  # which leaves the hooks of its steps behind
+    twin = copy.copy(optimizer)  # without its step hooks
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": [trial]}]
     with torch.no_grad():
-        type(optimizer).step(twin)  # not a method that a scheduler has put in its place
+        type(optimizer).step(twin)  # the method of the class, which a scheduler may have replaced in the object
     return dict(twin.state[trial])
 
 
 def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
-    """The dtype of state that is cut like ``master``: the weight's, as in torch's own ``load_state_dict()``."""
+    """The dtype of state that is cut like ``master``: that of the weight, as in torch's ``load_state_dict()``."""
     return master.weight.dtype if state.is_floating_point() else state.dtype
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The strides by which a parameter is flattened: its own where its memory has no holes."""
+    """The strides by which a parameter is flattened: its own if its memory has no holes."""
     return torch.empty_like(parameter, device="meta").stride() if parameter.dim() else ()
 
 

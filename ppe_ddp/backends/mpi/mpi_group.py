@@ -1,6 +1,6 @@
-"""A process group of torch.distributed over mpi4py: backend name ``mpi4py``.
+"""A process group of torch.distributed over mpi4py: the backend ``mpi4py``.
 
-Everything in torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
+All parts of torch that use a process group work: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ if TYPE_CHECKING:
 
     from torch.distributed import Work
 
-_FEWEST_TAGS = 32767  # that any MPI allows
+_FEWEST_TAGS = 32767  # every MPI allows tags up to this number
 
 
 def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | DeviceRoutedGroup:
-    """Make a group of ranks of MPI's world; its ranks, and no others, must call it together.
+    """Make a group of ranks of MPI's world; only its ranks must call this, together.
 
-    Where the user wants another backend for some devices (``"cpu:mpi4py,cuda:nccl"``), it holds a group for each.
+    If the user wants other backends for some devices (``"cpu:mpi4py,cuda:nccl"``), the group holds an inner group for
+    each.
 
     Raises:
-        CommunicationError: torch's ranks are not MPI's, but those of another launcher; or not all have come.
+        CommunicationError: torch's ranks are not those of MPI, or not all ranks have come.
         DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
-        TorchChangedError: torch does not show which backends it makes the group over.
+        TorchChangedError: torch does not show the backends of the group.
     """
     if options is not None and not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
@@ -53,7 +54,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
     ranks, keys = list(arguments.global_ranks_in_group), WrittenKeys(arguments.store)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
-        # The tag keeps apart the groups that several threads make at a time.
+        # The tag distinguishes groups that several threads make at the same time.
         tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
         turn = await_members(arguments, ranks, agreed, keys)
         comm = sub_communicator(world, ranks, tag)
@@ -78,23 +79,23 @@ def _check_world(rank: int, size: int) -> None:
 
 
 class MpiProcessGroup(PendingGroup):
-    """A group over one MPI communicator. Made by torch.distributed, not by hand.
+    """A group over one MPI communicator. It is made by torch.distributed.
 
     Attributes:
-        pg_options: What it was made with, for groups that shall be like it.
+        pg_options: The options of the group, from which similar groups can be made.
 
-    No call waits inside MPI. A collective with ``async_op=True``, and a message, is begun in the call and goes on in
-    every call and wait of this backend, on any group; on several nodes, or with ``MpiOptions(thread=True)``, also in
-    between, on a thread. All ranks of a group make the same collectives in the same order, with the same sizes and
-    dtypes; the order of those on different groups is free. Not guaranteed: an error where sizes differ; MPI then
-    computes wrong numbers, or the wait ends at the timeout.
+    No call waits inside MPI. A collective with ``async_op=True``, or a message, begins in the call. It advances in
+    every call and wait of this backend, on any group; on several nodes, or with ``MpiOptions(thread=True)``, also on a
+    thread. All ranks of a group call the same collectives in the same order, with the same sizes and dtypes. The order
+    of collectives on different groups is free. An error for different sizes is not guaranteed: MPI may compute wrong
+    numbers, or the wait ends at the timeout.
 
     Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of MPI, a timeout). The group is of no use then. A wait that is interrupted (Ctrl-C) leaves
-    its collective under way.
+    (``abort()``, an error of MPI, a timeout). The group cannot be used after that. After an interrupted wait (Ctrl-C)
+    the collective is still in flight.
 
-    Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. What MPI cannot sum
-    (float16, bfloat16, float8) is summed in float32 and rounded once.
+    Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. Dtypes that MPI cannot
+    sum (float16, bfloat16, float8) are summed in float32 and rounded once.
 
     Raises from any collective:
         CommunicationError: MPI reports an error, a rank did not come in time, or has given the group up.
@@ -128,29 +129,29 @@ class MpiProcessGroup(PendingGroup):
         install_job_hooks()
 
     def shutdown(self) -> None:
-        """Give the communicator back to MPI; called by ``destroy_process_group`` on every rank of the group."""
+        """Free the communicator; called by ``destroy_process_group`` on every rank of the group."""
         if self._closed:
             return
         self._closed = True
         is_idle = False
-        with suppress(CommunicationError):  # of a group that was given up
+        with suppress(CommunicationError):  # the group was given up
             self._over.drain(DRAIN_SECONDS)
             self._waits.check("destroy_process_group")
             is_idle = True
-        # What is still under way goes on in the calls of other groups, and at the exit. Another group would get the
-        # number of the communicator, and what comes for this one.
+        # Calls in flight advance in calls of other groups, and at the exit. If the communicator were freed, another
+        # group could get its number, and the messages for this one.
         if is_idle and not MPI.Is_finalized():
             for wire, _ in self._wires.values():
                 wire.comm.Free()
 
     def abort(self) -> None:
-        """Give the group up without waiting; the other ranks leave their waits in it with an error."""
+        """Give the group up without waiting; other ranks leave their waits in it with an error."""
         self._closed = True
         if not MPI.Is_finalized():
             self._waits.give_up("it has called abort()")
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Give the communicators of a group back to MPI that all ranks have given up; see :class:`PythonGroup`."""
+        """Free the communicators, after all ranks have given the group up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
             release({} if self._wire.has_messages else self._wires, exchange)
         self._keys.delete_all()
@@ -161,14 +162,14 @@ class MpiProcessGroup(PendingGroup):
         rows = list(rows)
         is_on_cuda = any(tensor.is_cuda for tensor in tensors_in(rows))
         if is_on_cuda and self._is_gpu_aware:
-            synchronize()  # MPI reads the memory as it is now
+            synchronize()  # MPI reads the memory at once, without looking at streams
         work = super()._run(what, call, rows, result)
         if is_on_cuda:
-            work.wait()  # a result comes back in the order of the stream that makes this call
+            work.wait()  # the result is copied back in the order of the current stream
         return work
 
     def _join(self, index: int, ranks: Sequence[int]) -> MpiWire:
-        """Join this rank with those of other nodes that own the same slice."""
+        """Make a wire to the ranks of other nodes that own the same slice."""
         wire = MpiWire(sub_communicator(self._wire.comm, ranks, index))
         self._wires[f"slice {index}"] = wire, ranks
         return wire

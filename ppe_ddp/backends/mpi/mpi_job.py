@@ -1,6 +1,6 @@
-"""A job under MPI: the rendezvous of its ranks (``init_method="mpi://"``), and exit hooks: a rank that fails ends all.
+"""A job under MPI: the rendezvous of its ranks (``init_method="mpi://"``), and exit hooks that end the job on failure.
 
-MPI itself does not: a rank that raises leaves the others waiting in a collective, and waits for them in MPI_Finalize.
+Without the hooks, a rank that raises would wait in MPI_Finalize for the others, which wait for it in a collective.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _NAP_SECONDS = 0.002
-_FORWARD_SECONDS = 0.1  # for the launcher to pass on the traceback before its own word about the end
-# Who sets the number of ranks, and under which name.
+_FORWARD_SECONDS = 0.1  # for the launcher to forward the traceback before it reports the abort
+# Environment variables with the number of ranks, and the launchers that set them.
 _LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
     ("MV2_COMM_WORLD_SIZE", "MVAPICH's mpirun"),
@@ -41,7 +41,7 @@ _LAUNCHERS = (
     ("WORLD_SIZE", "torchrun, or another launcher that sets WORLD_SIZE"),
 )
 
-_ADDRESS_BYTES = 64  # of rank 0's address and port as JSON: the longest address is an IPv6 one of 39
+_ADDRESS_BYTES = 64  # for rank 0's address and port as JSON; the longest address is an IPv6 one of 39 bytes
 
 
 class _JobHooks:
@@ -54,7 +54,7 @@ class _JobHooks:
         self._report = sys.excepthook
         sys.excepthook = self._end_all
         self._mpi4py_note = MPI._set_abort_status
-        # by which ``python -m mpi4py`` tells of a SystemExit
+        # ``python -m mpi4py`` calls this with the code of a SystemExit
         MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
         atexit.register(self._wait_at_exit)
 
@@ -63,11 +63,11 @@ class _JobHooks:
             self._exit_comm = MPI.COMM_WORLD.Dup()
 
     def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        """Print an uncaught exception, then end every rank: the others would wait for this one."""
+        """Print an uncaught exception, then end all ranks, which would wait for this one."""
         if hasattr(sys, "ps1") or sys.flags.interactive or os.getpid() != self._pid:
             self._report(kind, error, where)
             return
-        # As torch's own hook does, which is around this one, and would come too late.
+        # Prefix each line with the rank. torch's own hook does so, but it wraps this one and would run too late.
         with contextlib.redirect_stderr(io.StringIO()) as text:
             self._report(kind, error, where)
         sys.stderr = sys.__stderr__
@@ -76,12 +76,12 @@ class _JobHooks:
         _abort()
 
     def _note_exit_code(self, code: int) -> None:
-        """Remember that this process will end with ``code``, which is not 0."""
+        """Note that this process will end with ``code``, which is not 0."""
         self._code = code
         self._mpi4py_note(code)
 
     def _wait_at_exit(self) -> None:
-        """Wait at a normal exit for the ranks that still work, without the spinning of MPI_Finalize."""
+        """Wait at a normal exit for ranks that still work, without using a core as MPI_Finalize does."""
         if self._exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         if self._code:
@@ -92,22 +92,22 @@ class _JobHooks:
             )
             _abort(self._code)
         request = self._exit_comm.Ibarrier()
-        progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # others may still need this rank's part
+        progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # other ranks may need this one's part
 
 
 def install_job_hooks(*, together: bool = False) -> None:
-    """Install the exit hooks, once a process.
+    """Install the exit hooks, once in each process.
 
-    From then on, an exception that no one catches prints its traceback and ends all ranks, and the normal exit waits
-    for the other ranks without using a core. ``os._exit()`` goes past all this.
+    From then on, an uncaught exception prints its traceback and ends all ranks. A normal exit waits for the other ranks
+    without using a core. ``os._exit()`` bypasses both.
 
-    ``sys.exit(1)`` on one rank ends the job at once where it was started by ``mpirun python -m mpi4py script.py``.
-    In a plain ``mpirun python script.py`` it does not, and ranks that wait for the one that has left wait until their
-    timeout is over: Python hands a SystemExit that no one catches neither to ``sys.excepthook`` nor to ``atexit``, so
-    that nothing in the process can tell this end from a good one.
+    ``sys.exit(1)`` on one rank ends the job at once if it was started by ``mpirun python -m mpi4py script.py``. With a
+    plain ``mpirun python script.py`` it does not, and ranks that wait for that rank wait until their timeout. Python
+    passes an uncaught SystemExit neither to ``sys.excepthook`` nor to ``atexit``, so nothing in the process can tell it
+    from a normal exit.
 
     Args:
-        together: Whether every rank of MPI's world makes this call, so that the exit can be arranged.
+        together: Whether every rank of MPI's world makes this call. Only then can the exit wait for all ranks.
     """
     job = _job_hooks()
     if together:
@@ -126,18 +126,18 @@ def _abort(code: int = 1) -> None:
 
 
 def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
-    """Make one store that all ranks of MPI's world share; every rank of that world must call it together.
+    """Make one store that all ranks of MPI's world share; all these ranks must call it together.
 
-    Rank 0 serves the store on a free port: on the loopback interface where all ranks share one machine, else on all
-    interfaces, and tells the others its address over MPI. ``url`` is ``mpi://``, with a ``rank`` or ``world_size`` in
-    its query where the user gave them.
+    Rank 0 serves the store on a free port: on the loopback interface if all ranks are on one machine, else on all
+    interfaces. It sends its address to the other ranks over MPI. ``url`` is ``mpi://``, with a ``rank`` or
+    ``world_size`` in its query if the user gave them.
 
     Returns:
         The store, this process's rank and the number of ranks, both MPI's.
 
     Raises:
-        CommunicationError: The launcher and the MPI library do not belong together.
-        ValueError: ``rank`` or ``world_size`` was given, and MPI has another.
+        CommunicationError: The launcher belongs to another MPI library.
+        ValueError: ``rank`` or ``world_size`` was given and differs from MPI's.
     """
     world = MPI.COMM_WORLD
     check_launcher(os.environ)
@@ -159,7 +159,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
     listener = socket.create_server(("127.0.0.1" if one_node else "", 0), backlog=max(size, 16))
     port = listener.getsockname()[1]
     host = "127.0.0.1" if one_node else _address_for_others()
-    # It listens already, so that the others may come before the store serves; they hear of the port only afterwards.
+    # The socket listens already, so other ranks may connect before the store serves.
     address[:] = json.dumps([host, port]).encode().ljust(_ADDRESS_BYTES)
     world.Bcast(address)
     store = TCPStore(
@@ -169,7 +169,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
 
 
 def check_launcher(environment: Mapping[str, str]) -> None:
-    """Raise CommunicationError for N worlds of one rank, which is what the mpirun of another MPI library starts."""
+    """Raise CommunicationError for N worlds of one rank, which the mpirun of another MPI library would start."""
     if MPI.COMM_WORLD.Get_size() > 1:
         return
     for variable, launcher in _LAUNCHERS:
@@ -179,7 +179,7 @@ def check_launcher(environment: Mapping[str, str]) -> None:
 
 
 def mismatch(expected: int, source: str) -> str:
-    """What to say where MPI's world has not the number of ranks that ``source`` speaks of."""
+    """The message for a world of MPI that does not have the ``expected`` number of ranks, which ``source`` gives."""
     library = MPI.Get_library_version().strip("\0 \n").splitlines()[0]
     return (
         f"MPI's world has {MPI.COMM_WORLD.Get_size()} rank(s), but {source} says {expected}: these processes were not "
@@ -190,7 +190,7 @@ def mismatch(expected: int, source: str) -> str:
 
 
 def _address_for_others() -> str:
-    """Where other machines reach this one: what its name stands for, or the way out where that is only itself."""
+    """The address for other machines: that of the host name, or of the default route if the former is loopback."""
     address = socket.gethostbyname(socket.gethostname())
     if not ipaddress.ip_address(address).is_loopback:
         return address

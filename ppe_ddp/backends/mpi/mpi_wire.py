@@ -1,12 +1,13 @@
 """The wire over one MPI communicator: MPI's non-blocking calls, and the release of the communicator.
 
-MPI can neither cancel a collective that was begun nor free a communicator in which one is under way:
+MPI can neither cancel a collective that was begun, nor free a communicator in which one is in flight. So ranks complete
+a group that was given up:
 
-    rank 0 has begun   all-reduce 7    all-reduce 8          8 is under way when the group is given up
-    rank 1 has begun   all-reduce 7                          makes 8 up, with numbers that nobody looks at
-    both               wait for what is under way, free the communicator
+    rank 0 has begun   all-reduce 7    all-reduce 8          8 is in flight when the group is given up
+    rank 1 has begun   all-reduce 7                          begins 8 as well, with arbitrary numbers
+    both               wait for all calls in flight, and free the communicator
 
-Where that does not succeed, the communicator is left as it is, and never used again. There are some two thousand.
+If that does not succeed, the communicator is kept and never used again. MPI has about two thousand of them.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _OPS = {
     _Kind.BOR: MPI.BOR,
     _Kind.BXOR: MPI.BXOR,
 }
-_REMEMBERED = 64  # calls; ranks are apart by a few, as only a root or a leaf ends before all others have come
-_RELEASE_SECONDS = 2.0  # for all ranks to make up what is missing
+_REMEMBERED = 64  # last calls; ranks differ by a few, as only roots and leaves end before all others have come
+_RELEASE_SECONDS = 2.0  # for all ranks to complete the missing calls
 
 Call = list[Any]
-"""The name of a collective, and its arguments as JSON can write them, tensors by number and dtype of their elements."""
+"""The name of a collective and its arguments as JSON values; of tensors the number and dtype of their elements."""
 
 
 class MpiCall:
-    """What MPI has under way."""
+    """A collective of MPI in flight."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
         self.request = request
@@ -72,22 +73,22 @@ class MpiCall:
         return True
 
     def block(self) -> None:
-        """Nothing: only calls move it."""
+        """Do nothing: it advances only in calls."""
 
 
 class MpiMessage:
-    """A message over MPI; ``start`` gives MPI's handle of it, or None as long as it cannot be started."""
+    """A message over MPI; ``start`` returns its MPI request, or None as long as it cannot be started."""
 
     def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
         self.source = -1
         self.memory: Tensor | None = memory
-        self._start: Callable[[], MPI.Request | None] | None = start  # which has the memory, too
+        self._start: Callable[[], MPI.Request | None] | None = start  # holds the memory, too
         self._request = start()
         self._is_done = False
 
     @property
     def is_started(self) -> bool:
-        """Whether MPI reads or writes the memory."""
+        """Whether MPI may read or write the memory now."""
         return self._request is not None and not self._is_done
 
     def done(self) -> bool:
@@ -101,15 +102,15 @@ class MpiMessage:
         return self._is_done
 
     def block(self) -> None:
-        """Nothing: only calls move it."""
+        """Do nothing: it advances only in calls."""
 
 
 class MpiWire:
     """See :class:`~ppe_ddp.backends.wire.Wire`.
 
     Args:
-        piece_bytes: In pieces of which size large collectives are begun one after another, so that they stay in the
-            cache; 0 as a whole.
+        piece_bytes: The size of pieces in which large collectives are begun one after another, so that they stay in the
+            cache; 0 to send them whole.
     """
 
     dtypes = frozenset(_DATATYPES)
@@ -118,15 +119,15 @@ class MpiWire:
         self.comm = comm  # of the ranks, in order
         self.size = comm.Get_size()
         self.piece_bytes = piece_bytes
-        self.count = 0  # how many collectives were begun
-        self.left: list[MpiCall] = []  # what was under way when the wire was given up
-        self.has_messages = False  # whether there was any message, which may not have been received
+        self.count = 0  # number of collectives begun
+        self.left: list[MpiCall] = []  # calls in flight when the wire was given up
+        self.has_messages = False  # whether any message was sent or received, as one may still be pending
         self._rank = comm.Get_rank()
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._under_way: list[MpiCall] = []
         self._messages: deque[MpiMessage] = deque()
         limit = comm.Get_attr(MPI.TAG_UB)
-        self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # what the MPI standard promises
+        self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # the MPI standard's minimum
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
         return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
@@ -135,7 +136,7 @@ class MpiWire:
         return self._begun(self.comm.Ibcast(_byte_buffer(flat), root), (flat,), "broadcast", flat, root)
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> MpiCall:
-        block = (_byte_buffer(rows)[0], flat.nbytes, MPI.BYTE)  # mpi4py wants the count of one rank's part
+        block = (_byte_buffer(rows)[0], flat.nbytes, MPI.BYTE)  # mpi4py takes the count of one rank's part
         request = self.comm.Iallgather(_byte_buffer(flat), block)
         return self._begun(request, (rows, flat), "all_gather", rows, flat)
 
@@ -155,17 +156,17 @@ class MpiWire:
         def start() -> MPI.Request | None:
             if peer is not None:
                 return self.comm.Irecv(_byte_buffer(flat), peer, tag)
-            # MPICH loses messages from other nodes for which a receive from anyone was posted before they came.
+            # MPICH loses a message of another node if a receive from any source was posted before it arrived.
             found = self.comm.Improbe(MPI.ANY_SOURCE, tag)
             return None if found is None else found.Irecv(_byte_buffer(flat))
 
         return self._noted(MpiMessage(start, flat))
 
     def close(self) -> None:
-        """Nothing: communicators are freed by all ranks together."""
+        """Do nothing: all ranks free communicators together, in :func:`release`."""
 
     def give_up(self) -> None:
-        """Keep the memory of what is under way."""
+        """Keep the memory of calls in flight alive until they have ended."""
         progress = progress_engine(os.getpid())
         under_way, self._under_way = self._under_way, []
         for call in under_way:
@@ -176,17 +177,17 @@ class MpiWire:
         self.left += under_way
 
     def since(self, count: int) -> list[Call]:
-        """The calls after the first ``count``; those that are not remembered are left out."""
+        """The calls after the first ``count``, except those that are not remembered any more."""
         missing = min(self.count - count, len(self._last))
         return [[_written(word) for word in call] for call in list(self._last)[len(self._last) - missing :]]
 
     def make_up(self, calls: Mapping[int, Call]) -> MpiCall:
-        """Begin a collective that this rank has not come to, with numbers that mean nothing."""
+        """Begin a collective that this rank has not come to, with arbitrary numbers; ``calls`` is by rank."""
         name, *words = next(iter(calls.values()))
         if name == "all_to_all":
             receiving, sending = (
                 [calls[rank][place][self._rank] if rank in calls else 0 for rank in range(self.size)]
-                for place in (2, 1)  # what another sends is what this one receives
+                for place in (2, 1)  # this rank receives what another one sends
             )
             return self.all_to_all(_bytes(sum(receiving)), _bytes(sum(sending)), receiving, sending)
         call: MpiCall = getattr(self, "_all_reduce" if name == "all_reduce" else name)(*map(_read, words))
@@ -198,7 +199,7 @@ class MpiWire:
 
     def _begun(self, request: MPI.Request, memory: tuple[Tensor, ...], *call: Any) -> MpiCall:
         self.count += 1
-        # not the tensors themselves, which must not live longer for it
+        # Remember sizes and dtypes, not the tensors, which would be kept alive.
         self._last.append(tuple([(word.numel(), word.dtype) if isinstance(word, Tensor) else word for word in call]))
         begun = MpiCall(request, memory)
         self._under_way = [one for one in self._under_way if one.request != MPI.REQUEST_NULL]
@@ -206,7 +207,7 @@ class MpiWire:
         return begun
 
     def _noted(self, message: MpiMessage) -> MpiMessage:
-        """Keep a message until it has ended: who drops it must not free what MPI still reads."""
+        """Keep a message until it has ended, as MPI may still read its memory after the caller has dropped it."""
         self.has_messages = True
         while self._messages and self._messages[0].done():
             self._messages.popleft()
@@ -215,11 +216,11 @@ class MpiWire:
 
 
 def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callable[[str, Any], list[Any]]) -> None:
-    """Free the communicators of a group; every rank of it calls this, when all have given the group up.
+    """Free the communicators of a group; all its ranks call this together, when all have given the group up.
 
-    There are ``wires`` with their ranks in the group, by a name that is the same on all of those; the first is that of
-    the group. A rank that lacks one keeps it from being freed. ``exchange`` brings a word of each rank, under a name,
-    to all; it raises CommunicationError where not all ranks have come.
+    ``wires`` has the wires by name, each with its ranks in the group; the first one is that of the whole group. A name
+    stands for the same wire on all its ranks. If a rank lacks a wire, it is not freed. ``exchange(name, word)`` returns
+    the words of all ranks, and raises CommunicationError if not all ranks have come.
     """
     with progress_engine(os.getpid()).lock:
         own = {name: wire.count for name, (wire, _) in wires.items()}
@@ -236,7 +237,7 @@ def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callab
 
 
 def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
-    """Bring what is under way in a communicator to its end and free it."""
+    """Complete the calls in flight in a communicator, and free it."""
     progress = progress_engine(os.getpid())
     steps = [
         {rank: calls[step] for rank, calls in enumerate(begun) if step < len(calls)}
@@ -245,19 +246,19 @@ def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
     if not all(_fit(list(calls.values())) for calls in steps):
         return
     with progress.lock:
-        # What is made up writes into memory that the user may still have.
+        # The completed calls write arbitrary numbers into memory that the user may still use, so restore it.
         kept = [(tensor, tensor.clone()) for call in wire.left for tensor in call.memory]
         made_up = [wire.make_up(calls) for calls in steps[len(begun[wire.comm.Get_rank()]) :]]
     under_way = [*wire.left, *made_up]
 
     def is_done() -> bool:
-        # of all of them, so that each moves
+        # Ask every one, so that each advances.
         return all([call.done() for call in under_way])
 
     try:
         if progress.wait_until(is_done, seconds=_RELEASE_SECONDS):
             wire.comm.Free()
-    except MPI.Exception:  # such as a message of another length: a rank had called something else
+    except MPI.Exception:  # lengths differ, for instance, as a rank had called another collective
         pass
     finally:
         for call in made_up:
@@ -268,25 +269,25 @@ def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
 
 
 def _fit(calls: Sequence[Call]) -> bool:
-    """Whether these, of one rank each, belong to one collective that other ranks can make up."""
+    """Whether these calls, of one rank each, belong to one collective that other ranks can complete."""
     name = calls[0][0]
     return all(call[0] == name if name == "all_to_all" else call == calls[0] for call in calls)
 
 
 def sub_communicator(comm: MPI.Intracomm, ranks: Sequence[int], tag: int) -> MPI.Intracomm:
-    """A communicator of ``ranks`` of ``comm``, in their order; each of them must call this, and no other."""
+    """Make a communicator of ``ranks`` of ``comm``, in their order; only these ranks must call this, together."""
     everyone = comm.Get_group()
     members = everyone.Incl(list(ranks))
     try:
         return comm.Create_group(members, tag)
-    finally:  # which MPI keeps until they are given back
+    finally:  # MPI keeps groups until they are freed
         members.Free()
         everyone.Free()
 
 
 def _byte_buffer(tensor: Tensor) -> Buffer:
-    """The memory of a contiguous tensor as plain bytes, for what is moved only; it must outlive the MPI call."""
-    if tensor.is_cuda:  # a GPU-aware MPI does not know the streams: what writes the tensor has to have ended
+    """The memory of a contiguous tensor as plain bytes; the tensor must outlive the MPI call."""
+    if tensor.is_cuda:  # a GPU-aware MPI does not know streams, so wait until the tensor is written
         torch.cuda.current_stream(tensor.device).synchronize()
     nbytes = tensor.nbytes
     return MPI.buffer.fromaddress(tensor.data_ptr(), nbytes), nbytes, MPI.BYTE

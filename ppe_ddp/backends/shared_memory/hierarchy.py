@@ -1,11 +1,11 @@
-"""A reduction over several nodes in three parts: a sum within each node, what its caller does between them, and back.
+"""A reduction over several nodes in three parts: a sum within each node, an exchange by the caller, and a copy back.
 
     start()      ranks of a node publish their tensors
-    summed       what this rank owns is summed over its node                  shared memory
-                 the caller makes of the sums what all ranks shall have       SliceLink: messages to the other nodes
-    deliver()    ... and all ranks of the node have it                        shared memory
+    summed       this rank's slices are summed over its node                     shared memory
+                 the caller replaces the sums by the result for all ranks        SliceLink: messages to the other nodes
+    deliver()    the results are copied to all ranks of the node                 shared memory
 
-Here, and not among the collectives, as torch knows nothing like it: compressors see each node as if it were one rank.
+torch has no such collective. Compressors use it, for which each node is one rank.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SUM = _Kind.SUM
 
 
 class Hierarchy:
-    """The nodes of one group whose ranks share memory, and connections that are for these reductions alone."""
+    """The nodes of one group whose ranks share memory, with connections that only these reductions use."""
 
     def __init__(self, layout: NodeLayout, memory: SharedMemory, queue: StepQueue, link: SharedLink) -> None:
         self.layout = layout
         self._memory = memory
         self._queue = queue
         self._waits = link.waits
-        # What goes between them, for each slice of this rank.
+        # The connections to other nodes, one for each slice of this rank.
         self.links = [
             SliceLink(wire, layout.owners(index), layout.rank, link.waits, link.progress)
             for index, wire in zip(layout.own_slices, queue.links_of_callers, strict=True)
@@ -51,9 +51,9 @@ class Hierarchy:
     def start(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> HierarchicalReduction:
         """Begin to sum ``flat`` over the ranks of each node; all ranks of the group must call it together.
 
-        It is 1-D and contiguous, of the same size and a floating dtype everywhere, and changed in place until it is
-        over. For each slice the ``ranges`` are where its elements begin and end, in ascending order; disjoint, the same
-        everywhere.
+        ``flat`` is 1-D and contiguous, of the same size and floating dtype on all ranks; it is changed in place until
+        the reduction is over. ``ranges`` has for each slice the begin and end of its ranges of elements, in ascending
+        order. Ranges are disjoint, and the same on all ranks.
         """
         is_shared = self._memory.position(flat) >= 0
         local = self._memory.view_of(flat) if is_shared else flat.detach()
@@ -62,7 +62,7 @@ class Hierarchy:
 
 
 class HierarchicalReduction:
-    """One reduction of ``flat``, under way; ``summed`` is its first part."""
+    """One reduction of ``flat`` in flight; ``summed`` is the Work of its first part."""
 
     def __init__(self, queue: StepQueue, waits: Waits, flat: Tensor, step: NodeSumStep) -> None:
         self._queue = queue
@@ -78,21 +78,21 @@ class HierarchicalReduction:
 
     @property
     def sums(self) -> list[Tensor]:
-        """Of each slice of this rank, its ranges one after another, 1-D; to be changed in place. Once summed."""
+        """For each slice of this rank, the sums of its ranges, 1-D, to be changed in place; available once summed."""
         assert self._step.sums is not None
         return self._step.sums
 
     def deliver(self) -> Work:
-        """Begin to bring the sums, as they are now, to all ranks of the node; what it returns is to be waited for."""
+        """Begin to copy the current sums to all ranks of the node; returns the Work."""
         self._step.is_over_nodes = True
         self._waits.progress()
         return self._queue.work([self._launched])
 
 
 class SliceLink:
-    """Messages among the owners of a slice, of which each is on another node; under way until they are waited for.
+    """Messages between the owners of a slice, each of which is on another node.
 
-    ``rank`` and ``ranks`` are theirs in the group.
+    ``ranks`` are the owners' ranks in the group, and ``rank`` is this one's.
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, waits: Waits, progress: ProgressEngine) -> None:
@@ -101,19 +101,19 @@ class SliceLink:
         self._progress = progress
         self._calls: list[WireCall] = []
         self._elsewhere = [other for other in ranks if other != rank]
-        self.size = len(ranks)  # how many there are: the number of nodes
-        self.rank = ranks.index(rank)  # this one's place among them
+        self.size = len(ranks)  # the number of owners, and so of nodes
+        self.rank = ranks.index(rank)  # this rank's index among the owners
         waits.at_failure.append(self._fail_all)
 
     def all_reduce(self, flat: Tensor) -> Work:
-        """Sum ``flat``, 1-D, contiguous, float32 or float64, in place."""
+        """Sum ``flat`` (1-D, contiguous, float32 or float64) over the owners, in place."""
         return self._begin("all_reduce", partial(self._wire.all_reduce, flat, _SUM))
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Work:
         return self._begin("all_to_all", partial(self._wire.all_to_all, output, flat, receiving, sending))
 
     def advance(self) -> bool:
-        """Move what is under way; whether nothing is left."""
+        """Advance the calls in flight; returns whether none is left."""
         self._calls = [call for call in self._calls if not call.advance()]
         return not self._calls
 

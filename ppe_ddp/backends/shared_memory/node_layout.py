@@ -1,11 +1,11 @@
-"""Which ranks of a group share a node, and what each does in a collective of several nodes. Pure.
+"""The nodes of a group, and the slices of each rank in a collective over several nodes. Pure, no communication.
 
     node 0: ranks 0, 1      |= slice 0, rank 0 =|= slice 1, rank 1 =|
                                    ║                    ║              between the nodes
     node 1: rank 2          |= slice 0, rank 2 =|= slice 1, rank 2 =|
 
-Each slice has one owner on every node, who sums it over the ranks of the node; the owners of a slice sum it over the
-nodes. There are as many slices as the largest node has ranks, so that the links of all of its ranks are used.
+Each slice has one owner on every node, which sums it over the ranks of the node. The owners of a slice then sum it over
+the nodes. There are as many slices as the largest node has ranks, so that the links of all of its ranks are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The nodes of one group, as one of its ranks sees them."""
+    """The nodes of one group, seen from one of its ranks."""
 
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, in order; the nodes in the order of their first ranks
     rank: int  # this rank in the group
@@ -40,7 +40,7 @@ class NodeLayout:
 
     @property
     def local_rank(self) -> int:
-        """The place of this rank among them."""
+        """The index of this rank in :attr:`local`."""
         return self.local.index(self.rank)
 
     @property
@@ -58,14 +58,14 @@ class NodeLayout:
 
     @property
     def slices(self) -> int:
-        """Into how many slices a tensor is cut."""
+        """The number of slices of a tensor."""
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:
         return tuple(node[index * len(node) // self.slices] for node in self.nodes)
 
     def targets(self, index: int) -> tuple[int | None, ...]:
-        """Of each node the owner of a slice, if it is the first that it owns: what is for one rank goes that way."""
+        """For each node the owner of a slice, if it is the first slice of that rank; messages for one rank use that."""
         return tuple(
             owner if index == 0 or owner != before else None
             for owner, before in zip(self.owners(index), self.owners(max(0, index - 1)), strict=True)
@@ -77,7 +77,7 @@ class NodeLayout:
         return range(own[0], own[-1] + 1) if own else range(0)
 
     def bounds(self, numel: int, itemsize: int) -> list[int]:
-        """Where slices begin and end in so many elements: ``slices + 1`` bounds, at whole cache lines."""
+        """The ``slices + 1`` bounds of the slices of ``numel`` elements, at whole cache lines."""
         line = _LINE_BYTES // itemsize
         lines = -(-numel // line)
         return [min(lines * index // self.slices * line, numel) for index in range(self.slices + 1)]

@@ -1,9 +1,9 @@
-"""Collectives of one group in shared memory: decides which go there, connects the ranks, keeps the steps.
+"""Collectives of one group in shared memory: chooses the collectives for it, connects the ranks, caches the steps.
 
-Which go there is decided on every rank alike, by the size and dtype of the whole. The ranks connect when the group is
-made. The steps of a collective whose tensors lie in shared memory are kept, and run again when it comes with the same
-memory, as in every training step. They are views of the reservation, not of what is allocated in it: they keep no
-tensor alive, and what is allocated there later may use them.
+The choice follows from the total size and the dtype, so it is the same on every rank. The ranks connect when the group
+is made. The steps of a collective whose tensors lie in shared memory are cached, and run again for the same memory, as
+in every training step. They have views of the reservation, not of tensors allocated in it. So they keep no tensor
+alive, and fit tensors that are later allocated at the same place.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 _Kind: Any = ReduceOp.RedOpType
-# Times `smallest_bytes` is what an all-gather must have. Measured: messages are faster for one of less than 4 MB, and
-# for sums of less than 0.5 to 1 MB.
+# An all-gather must have at least this many times ``smallest_bytes``. Measured: messages are faster for all-gathers
+# below 4 MB, and for sums below 0.5 to 1 MB.
 _GATHERED_PART = 16
-_MOST_KEPT = 256  # collectives; about 10 kB each
+_MOST_KEPT = 256  # collectives whose steps are cached; about 10 kB each
 _REASON_BYTES = 200
 
 
 class SharedMemoryGroup:
-    """All-reduces, and where ``options.shared_parts`` reduce-scatters and all-gathers, of large tensors.
+    """All-reduces of large tensors, and with ``options.shared_parts`` reduce-scatters and all-gathers.
 
-    Every rank makes it together.
+    All ranks make it together.
 
     Args:
-        is_enabled: Whether any does.
-        two_level_bytes: In a group of several nodes what is smaller than this goes by messages.
+        is_enabled: Whether collectives may go through shared memory.
+        two_level_bytes: In a group of several nodes smaller collectives go by messages.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class SharedMemoryGroup:
         self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
-        # The ranks of each node, where there are several, and either some ranks share memory or each has a node of its
-        # own; else none. The same on every rank.
+        # The ranks of each node, if there are several nodes, and either ranks share memory or each is alone on a node;
+        # else empty. The same on every rank.
         self.nodes: tuple[tuple[int, ...], ...] = ()
-        # Runs what goes through shared memory; None where a rank does not reach that of another of its node.
+        # Runs the collectives in shared memory; None if some ranks of a node cannot share memory.
         self.queue: StepQueue | None = None
-        # For reductions whose part between the nodes is the caller's; None on one node, or without memory.
+        # Runs reductions in which the caller exchanges between nodes; None on one node, or without shared memory.
         self.hierarchy: Hierarchy | None = None
         self._memory: SharedMemory | None = None
         if link.size > 1 and is_enabled:
             try:
                 self._connect()
-            except BaseException as error:  # an interrupt: the others wait for this rank
+            except BaseException as error:  # even an interrupt, as the other ranks wait for this one
                 link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
                 raise
         self._levels = None if self.hierarchy is None else self.hierarchy.layout
@@ -92,10 +92,10 @@ class SharedMemoryGroup:
                 self._makers |= {"reduce_scatter": self._reduce_scatter, "all_gather": self._all_gather}
 
     def _connect(self) -> None:
-        """Map the reservations of the ranks of this node, and join the nodes; all ranks of the group come together.
+        """Map the reservations of the ranks of this node, and connect the nodes; all ranks of the group call this.
 
-        Nothing comes of it on all ranks where one does not reach those of its node, or where no node has several ranks.
-        Each says why: the first time as a warning, if ranks of one node could share memory.
+        No rank uses shared memory if some rank cannot map those of its node, or no node has several ranks. Each rank
+        logs the reason: once as a warning, if ranks of one node should be able to share memory.
         """
         link = self._link
         own: SharedMemory | None = None
@@ -143,16 +143,16 @@ class SharedMemoryGroup:
             self.queue.close_links()
 
     def only_rank(self, node: int | None) -> int | None:
-        """The rank of one of :attr:`nodes`, if it has no other."""
+        """The only rank of one of :attr:`nodes`; None if it has several, or ``node`` is None."""
         return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
 
     def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
-        """Begin a collective of addressable tensors; by kept steps where it came with the same memory before.
+        """Begin a collective of CPU tensors; by cached steps if it has come with the same memory before.
 
-        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, for tensors as :class:`Collectives`
-        takes them; ``kind`` the operation, ``ReduceOp.op``. ``source`` is, of an all-reduce, the only one of
-        :attr:`nodes` whose tensors are not zero. None where these tensors do not go through shared memory; nothing has
-        happened then.
+        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, with tensors as :class:`Collectives`
+        takes them. ``kind`` is the operation, ``ReduceOp.op``. ``source`` is for an all-reduce: the number of the only
+        node, in :attr:`nodes`, whose tensors are not zero. Returns None, and does nothing, if these tensors do not go
+        through shared memory.
         """
         queue = self.queue
         if queue is None or what not in self._makers:
@@ -173,7 +173,7 @@ class SharedMemoryGroup:
         return queue.work(queue.launch(steps, tensors))
 
     def _all_reduce(self, tensor: Tensor, kind: Any, source: int | None) -> tuple[Iterable[Step], bool] | None:
-        """The steps of a collective, and whether all its tensors lie in shared memory, so that they can be kept."""
+        """The steps of a collective, and whether all its tensors lie in shared memory, so that steps can be cached."""
         if not self._admits(tensor, kind):
             return None
         is_shared = self._is_shared(tensor)
@@ -210,7 +210,7 @@ class SharedMemoryGroup:
         return self._memory.position(tensor) >= 0
 
     def _elements(self, is_lasting: bool, *tensors: Tensor) -> list[Tensor]:
-        """The elements of each in a row; if ``is_lasting``, as views of shared memory that keep no tensor alive."""
+        """Flatten each tensor; with ``is_lasting`` to views of the reservation that keep no tensor alive."""
         flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
         if not is_lasting:
             return flat
@@ -218,7 +218,7 @@ class SharedMemoryGroup:
         return [self._memory.view_of(tensor) for tensor in flat]
 
     def _admits(self, whole: Tensor, kind: Any) -> bool:
-        """Whether ``whole`` goes through shared memory: its size and dtype are the same on all ranks."""
+        """Whether ``whole`` goes through shared memory, by its size and dtype, which are the same on all ranks."""
         dtype = whole.dtype
         if whole.nbytes < self._smallest_bytes or (kind is not None and dtype is torch.bool):
             return False
@@ -230,13 +230,13 @@ class SharedMemoryGroup:
         return part.dtype is whole.dtype and part.numel() * self._link.size == whole.numel()
 
     def _without_overlap(self, tensor: Tensor, part: Tensor, whole: Tensor) -> Tensor:
-        """The input, or a copy where input and output overlap and it is not this rank's part of the whole that does."""
+        """The input; a copy of it if input and output overlap, unless it is this rank's own part of the whole."""
         is_own = part.data_ptr() == whole.data_ptr() + self._link.rank * part.nbytes
         return tensor if is_own or not overlap(part, whole) else tensor.clone()
 
 
 def _without_memory() -> bytes:
-    """The packed address of a rank that has no reservation: its node alone, if it can see that."""
+    """The packed address of a rank without a reservation: only the name of its node, if that is known."""
     node = b""
     with suppress(OSError):
         node = node_name()
@@ -260,10 +260,10 @@ def _is_told(_pid: int) -> Iterator[bool]:
 def _attach(
     own: SharedMemory, ranks: Sequence[int], addresses: Sequence[tuple[Address, int]]
 ) -> tuple[list[ControlPage], str]:
-    """The control pages of those ranks that have one, in their reservations, and why one cannot be reached."""
+    """The control pages of the ranks that have one, and the reason if one cannot be mapped."""
     pages: list[ControlPage] = []
     for rank, (address, position) in zip(ranks, addresses, strict=True):
-        if address.nbytes:  # else that rank says why it has none
+        if address.nbytes:  # else that rank gives its own reason
             try:
                 pages.append(ControlPage(own.attach(address), position))
             except (OSError, ValueError) as error:
@@ -272,13 +272,13 @@ def _attach(
 
 
 def _exchange(link: SharedLink, reason: str) -> list[str]:
-    """What each rank says; empty where it has no reason."""
+    """The reasons of all ranks, by rank; empty for a rank without one."""
     texts = link.all_gather(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0"))
     return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that elements are reduced in: complex numbers are two real ones."""
+    """The dtype in which elements are reduced: a complex number counts as two real ones, a bool as a byte."""
     if dtype is torch.bool:
         return torch.uint8
     return dtype.to_real() if dtype.is_complex else dtype

@@ -3,16 +3,15 @@
     rank 0   |== bucket ==|      |== control ==|     ...     a memfd as large as the machine's memory if all ranks' fit
     rank 1   |== control ==|  |==== bucket ====|     ...     into one process, and sparse: what is touched takes memory
 
-A peer maps the reservation once, so a tensor in it is known to all by its position alone, and making one needs no
-agreement. The file has no name and is opened by process number and descriptor, so that nothing is left of a process
-that is killed. Only processes of the same user can open it. It begins with a token, as the same number may mean another
-process elsewhere (containers).
+A peer maps the reservation once. So a position identifies a tensor in it for all processes, and allocating one needs no
+agreement. The file has no name, and is opened by PID and descriptor, so nothing is left of a killed process. Only
+processes of the same user can open it. It begins with a token, as the same PID may be another process in a container.
 
-In a control page of each rank for each group the others see how far it has come:
+Each rank has a control page for each group, in which the others see its progress:
 
-    life of a page    0: of its first group     1: its rank has left that group, or has a page of another one here
-    rank 0 leaves     its page goes from 0 to 1; rank 1 may look at it all the same
-    rank 1 leaves     its page goes from 0 to 1, so both are unused: each rank takes its own again, for another group
+    life of a page    0: of its first group     1: its rank has left that group, or uses the page for another one
+    rank 0 leaves     its page goes from 0 to 1; rank 1 may still read it
+    rank 1 leaves     its page goes from 0 to 1, so both are unused: each rank reuses its own for another group
 """
 
 from __future__ import annotations
@@ -44,38 +43,38 @@ TOKEN_BYTES = 16
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _ADDRESS = struct.Struct(f"<qqqq{TOKEN_BYTES}s{TOKEN_BYTES}s")
 ADDRESS_BYTES = _ADDRESS.size
-_ADDRESS_SPACE = 1 << 46  # half of what a process has on x86-64
-_LIFE_WORDS = 8  # a cache line of its own
+_ADDRESS_SPACE = 1 << 46  # half of a process's address space on x86-64
+_LIFE_WORDS = 8  # the life of a page has a cache line of its own
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where other processes of this node find a reservation."""
+    """The address of a reservation, for other processes of its node."""
 
     pid: int  # of its owner
     descriptor: int  # of its file, in the owner
     nbytes: int  # the size of the file
-    token: bytes  # what it begins with
-    node: bytes  # the name of the node: on another one, the number means another process for certain
+    token: bytes  # the first bytes of the file
+    node: bytes  # the name of the node; on another node the PID is another process
 
     @property
     def path(self) -> str:
-        """The file, as other processes of this node may open it."""
+        """The path by which other processes of this node may open the file."""
         return path_of(self.pid, self.descriptor)
 
     def packed(self, position: int) -> bytes:
-        """It and a position in it, in ``ADDRESS_BYTES`` bytes."""
+        """Pack the address and a position in the reservation into ``ADDRESS_BYTES`` bytes."""
         return _ADDRESS.pack(self.pid, self.descriptor, self.nbytes, position, self.token, self.node)
 
     @classmethod
     def unpacked(cls, packed: bytes | bytearray) -> tuple[Address, int]:
-        """What :meth:`packed` was made of."""
+        """Unpack the result of :meth:`packed`."""
         pid, descriptor, nbytes, position, token, node = _ADDRESS.unpack(packed)
         return cls(pid, descriptor, nbytes, token, node), position
 
 
 class SharedMemory:
-    """The reservation of this process, and those of its peers; OSError where the system allows it none."""
+    """The reservation of this process, and the mapped ones of its peers; OSError if the system allows none."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -92,7 +91,7 @@ class SharedMemory:
         self._token.copy_(torch.frombuffer(bytearray(self.address.token), dtype=torch.uint8))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros in the reservation, given back with its last view; MemoryError where that is full."""
+        """A 1-D tensor of zeros in the reservation, freed with its last view; MemoryError if there is no space."""
         nbytes = _whole_pages(numel * dtype.itemsize)
         start = self._take(nbytes)
         memory = memoryview(self._map)[start : start + nbytes]
@@ -100,20 +99,20 @@ class SharedMemory:
         return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
 
     def reserve(self, nbytes: int) -> int:
-        """The position of zeros that stay as long as the process: others may read them after it has done with them."""
+        """Reserve zeros that are never freed, as other processes may read them at any time; returns their position."""
         return self._take(_whole_pages(nbytes))
 
     def position(self, tensor: Tensor) -> int:
-        """Where a contiguous tensor begins in the reservation, in bytes; -1 for a tensor that is elsewhere."""
+        """The position of a contiguous tensor in the reservation, in bytes; -1 for a tensor in other memory."""
         position = tensor.data_ptr() - self._base
         return position if 0 <= position < self.address.nbytes else -1
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """A view of the memory of a 1-D tensor in the reservation that does not keep it from being given back."""
+        """A view of a 1-D tensor in the reservation that does not keep its memory from being freed."""
         return torch.frombuffer(self._map, dtype=tensor.dtype, count=tensor.numel(), offset=self.position(tensor))
 
     def attach(self, address: Address) -> mmap.mmap:
-        """Map the reservation of a process of this node; OSError where it is on another, or out of reach."""
+        """Map the reservation of a process of this node; OSError if it is on another node, or not accessible."""
         with self._lock:
             known = self._map if address == self.address else self._peers.get(address)
             if known is None:
@@ -123,20 +122,20 @@ class SharedMemory:
             return known
 
     def has_ended(self, address: Address) -> bool:
-        """Whether the process that made another reservation has ended, or is nothing but an exit code."""
+        """Whether the owner of another reservation has ended, or is a zombie."""
         if address == self.address:
             return False
         try:
             os.stat(address.path)
         except FileNotFoundError:
             return True
-        except OSError:  # such as one that has changed its user: no sign of an end
+        except OSError:  # not accessible, for instance as it has changed its user
             return False
         return False
 
     def _take(self, nbytes: int) -> int:
         with self._lock:
-            while self._given_back:  # filled by finalizers, which may run in the middle of anything, also of this
+            while self._given_back:  # filled by finalizers, which may run at any time, also here
                 insort(self._free, self._given_back.pop())
             self._free = _joined(self._free)
             for index, (start, stop) in enumerate(self._free):
@@ -147,13 +146,13 @@ class SharedMemory:
 
     def _give_back(self, start: int, nbytes: int) -> None:
         if os.getpid() != self._pid:
-            return  # a forked child has no say in it
+            return  # a forked child does not own the memory
         self._map.madvise(mmap.MADV_REMOVE, start, nbytes)
         self._given_back.append((start, start + nbytes))
 
 
 def reservation_bytes() -> int:
-    """As much as the machine has, or less where the reservations of all ranks here would not fit into one process."""
+    """The machine's memory, or less if the reservations of all local ranks would not fit into one address space."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(told) if told.isdecimal() and int(told) else os.cpu_count() or 1
     return min(os.sysconf("SC_PHYS_PAGES"), _ADDRESS_SPACE // ranks // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -161,22 +160,22 @@ def reservation_bytes() -> int:
 
 @each_process
 def shared_memory() -> SharedMemory:
-    """The reservation of this process; OSError where there can be none (not Linux, a limit on address space)."""
+    """The reservation of this process; OSError if there can be none (not Linux, a limit on address space)."""
     return SharedMemory()
 
 
 class ControlPage:
-    """The page of one rank for one group; made before that rank can know that this one has all it needs, and leave.
+    """The control page of one rank for one group. It is made before that rank can leave the group.
 
     Attributes:
         space: The reservation of that rank.
-        position: Where the page begins in it.
+        position: The position of the page in it.
     """
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
         self.space, self.position = space, position
-        self.words = page[_LIFE_WORDS:]  # what the rank shows, as int64; zeros at first. Only that rank writes there
+        self.words = page[_LIFE_WORDS:]  # int64, zeros at first; only that rank writes here
         self._life = page[:1]
         self._first_seen = self._life[0]
 
@@ -185,11 +184,11 @@ class ControlPage:
         return bool(self._life[0] != self._first_seen)
 
     def leave(self) -> None:
-        """Show the others that this rank, whose page it is, looks at no page of the group any more."""
+        """Show the other ranks that this rank, the page's owner, reads no page of the group any more."""
         self._life[0] = self._first_seen + 1
 
     def clear(self) -> None:
-        """Make it zeros again for another group; it has the same life until that is left."""
+        """Set the words to zero for another group; the life stays until that group is left."""
         self.words[:] = memoryview(bytes(self.words.nbytes)).cast("q")
 
 
@@ -200,11 +199,11 @@ class ControlPages:
         self._memory = memory
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        # Filled by finalizers, which may run in the middle of anything: never under the lock.
+        # Filled by finalizers, which may run at any time, and so must not take the lock.
         self._left: list[tuple[int, Sequence[ControlPage]]] = []
 
     def take(self) -> int:
-        """The position of a page for a group that is being made; MemoryError where the reservation is full."""
+        """Take a page for a new group; returns its position. MemoryError if the reservation is full."""
         with self._lock:
             for place, (position, pages) in enumerate(self._left):
                 if all([page.is_left for page in pages]):
@@ -214,36 +213,36 @@ class ControlPages:
         return self._memory.reserve(mmap.PAGESIZE)
 
     def give_back(self, position: int) -> None:
-        """A page that no rank has come to look at."""
+        """Give back a page that no other rank has mapped."""
         self._left.append((position, ()))
 
     def leave_with(self, user: object, own: int, pages: Sequence[ControlPage]) -> None:
-        """Leave a group as soon as ``user`` is no more."""
+        """Leave a group as soon as ``user`` is freed."""
         weakref.finalize(user, self._leave, own, pages).atexit = False
 
     def _leave(self, own: int, pages: Sequence[ControlPage]) -> None:
-        if os.getpid() == self._pid:  # a forked child has no say in it
+        if os.getpid() == self._pid:  # a forked child does not own the pages
             pages[own].leave()
             self._left.append((pages[own].position, pages))
 
 
 @each_process
 def control_pages() -> ControlPages:
-    """The control pages of this process; raises OSError where it has no reservation."""
+    """The control pages of this process; OSError if it has no reservation."""
     return ControlPages(shared_memory())
 
 
 def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
-    """A file of ``nbytes`` zeros, which take memory only as they are touched: its descriptor, and a map of it.
+    """Make a file of ``nbytes`` zeros, which take memory only when touched; returns its descriptor and a map of it.
 
-    Raises OSError where the system has no such memory, or allows this process none.
+    Raises OSError if the system has no such memory, or does not allow it to this process.
     """
     try:
         descriptor = os.memfd_create("ppe_ddp")
     except AttributeError:
         raise OSError("this system has no memfd_create") from None
     try:
-        os.fchmod(descriptor, 0o600)  # it is made for everybody
+        os.fchmod(descriptor, 0o600)  # memfd_create() makes it accessible for all users
         os.ftruncate(descriptor, nbytes)
         return descriptor, _mapped(descriptor, nbytes)
     except OSError:
@@ -252,7 +251,7 @@ def new_memory_file(nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool = True) -> mmap.mmap:
-    """Map the file of another process; OSError where it is out of reach, or another file."""
+    """Map the file of another process; OSError if it is not accessible, or another file."""
     access = os.O_RDWR if is_writable else os.O_RDONLY
     descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -268,12 +267,12 @@ def open_memory_file(path: str, nbytes: int, token: bytes, *, is_writable: bool 
 
 
 def path_of(pid: int, descriptor: int) -> str:
-    """The file that process ``pid`` has made, as others of its node may open it."""
+    """The path of the file that process ``pid`` has made, for other processes of its node."""
     return f"/proc/{pid}/fd/{descriptor}"
 
 
 def node_name() -> bytes:
-    """What tells this machine from others, and its containers from one another; OSError where the system hides it."""
+    """A name that identifies this machine, and a container on it; OSError if the system hides it."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         name = file.read() + socket.gethostname().encode()
     return hashlib.sha256(name).digest()[:TOKEN_BYTES]
@@ -289,7 +288,7 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted ranges with neighbours joined, and without empty ones."""
+    """Join adjacent ones of sorted ranges, and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

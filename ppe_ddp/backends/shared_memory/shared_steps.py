@@ -1,12 +1,12 @@
-"""The arithmetic of collectives in shared memory: what one rank computes once every rank has published its tensor.
+"""The arithmetic of collectives in shared memory: the part of one rank, after every rank has published its tensor.
 
-    AllReduceStep      each sums its slice over all ranks, and writes it into the memory of all
-    ReduceScatterStep  each sums its row over all ranks, for itself
-    AllGatherStep      each reads what the others have published
+    AllReduceStep      each rank sums its slice over all ranks, and writes it into the memory of all
+    ReduceScatterStep  each rank sums its row over all ranks, for itself
+    AllGatherStep      each rank reads the published tensors of the others
 
-A step is one piece of a collective. It is cut alike on every rank, wherever the tensors lie, so that a rank whose
-tensor is in shared memory meets one that has to copy its own there. A step may be run again and again: the views of
-its own and of the other ranks' memory are made once, and again only when another rank publishes another place.
+A step is one piece of a collective. Pieces are the same on every rank, whether its tensor is in shared memory or has to
+be copied there. A step may run many times: the views of its own and of the other ranks' memory are made once, and again
+only if a rank publishes another place.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _Kind: Any = ReduceOp.RedOpType
 _KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce between nodes")
 
-_CHUNK_BYTES = 1 << 18  # stays in a core's own cache, beside the other ranks', between the sum and its way back
+_CHUNK_BYTES = 1 << 18  # stays in a core's own cache, with the other ranks' chunks, until the sum is written back
 _LINE_BYTES = 64
 
 
 def supports(dtype: torch.dtype, kind: Any) -> bool:
-    """Whether tensors of this dtype can be reduced by this operation here; complex numbers come as real ones."""
+    """Whether tensors of this dtype can be reduced here by this operation; complex numbers are passed as real ones."""
     return dtype in _CODES and kind in _KINDS
 
 
@@ -59,33 +59,33 @@ def describe_record(numel: int, code: int) -> str:
 
 
 class Region(NamedTuple):
-    """Where the tensor that one rank has published for a step lies."""
+    """The place of the tensor that one rank has published for a step."""
 
     space: mmap.mmap  # the rank's reservation
-    position: int  # where in it, in bytes
+    position: int  # the position in it, in bytes
     stride: int  # from one row to the next, in elements
 
     def view(self, dtype: torch.dtype, start: int, count: int) -> Tensor:
-        """Some of its elements, 1-D."""
+        """``count`` elements from ``start`` on, 1-D."""
         offset = self.position + start * dtype.itemsize
         return torch.frombuffer(self.space, dtype=dtype, count=count, offset=offset)
 
 
 class Scratch:
-    """Memory in which halves are summed in float32, kept from step to step."""
+    """Memory in which half precision is summed in float32, kept from step to step."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def take(self, numel: int) -> Tensor:
-        """So many elements with arbitrary contents."""
+        """Memory for ``numel`` elements, with arbitrary contents."""
         if self._memory.numel() < numel:
             self._memory = torch.empty(numel)
         return self._memory[:numel]
 
 
 class Step(ABC):
-    """One piece of a collective; it has no state of one run, so that it may be under way several times at once.
+    """One piece of a collective. It has no state of a run, so several runs may be in flight at once.
 
     Args:
         local: This rank's tensor, of the same size and dtype on every rank.
@@ -97,40 +97,40 @@ class Step(ABC):
     def __init__(self, local: Tensor, kind: Any, *, is_shared: bool) -> None:
         self.local = local
         self.kind = kind
-        # What the other ranks access; None before :meth:`stage` where nothing is in shared memory yet.
+        # The tensor that other ranks access; None before :meth:`stage` if ``local`` is not in shared memory.
         self.shared = local if is_shared else None
         # The collective, its kind and dtype: the same on every rank.
         self.code = _CODES[local.dtype] + len(_DTYPES) * (_KINDS.index(kind) + len(_KINDS) * self.name)
         self.title = _NAMES[self.name]  # the collective's name
-        # What this rank publishes: position, stride, size and code; None until it has published it.
+        # The record that this rank publishes: position, stride, size and code; None before it has published.
         self.record: array[int] | None = None
-        self.records: list[list[int]] = []  # what all ranks had published when it was last prepared
+        self.records: list[list[int]] = []  # the records of all ranks at the last prepare()
         self._views: list[tuple[Tensor, ...]] = []
 
     @property
     def stride(self) -> int:
-        """From one row of ``shared`` to the next, in elements."""
+        """The elements from one row of ``shared`` to the next."""
         return 0
 
     @abstractmethod
     def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        """Copy what others will access to ``memory``, shared bytes, and make that ``shared``."""
+        """Copy the parts that other ranks access to ``memory``, shared bytes, and set ``shared`` to it."""
 
     def prepare(self, regions: Sequence[Region], rank: int) -> None:
-        """Make the views of what the ranks have published, for all runs until one publishes another place."""
+        """Make views of the published tensors, for all runs until a rank publishes another place."""
         self._views = list(self._cut(regions, rank)) if self.local.numel() else []
 
     @abstractmethod
     def act(self, scratch: Scratch) -> None:
-        """Do this rank's part of the work. All ranks have published; nobody changes a tensor before all have acted."""
+        """Do this rank's part, after all ranks have published; no rank changes a tensor before all have acted."""
 
     @abstractmethod
     def finish(self, rank: int, size: int) -> None:
-        """Bring the result to where it belongs; all ranks have acted."""
+        """Copy the result to the user's tensor, after all ranks have acted."""
 
     @abstractmethod
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """The memory that this rank works on, as views of a part that stays in the cache each."""
+        """Views of the memory that this rank works on, in parts that stay in the cache."""
 
 
 class AllReduceStep(Step):
@@ -154,7 +154,7 @@ class AllReduceStep(Step):
         return [part for part in (slice(0, own.start), slice(own.stop, self.local.numel())) if part.start < part.stop]
 
     def _own_part(self, rank: int, size: int) -> slice:
-        """What this rank sums: whole cache lines."""
+        """The elements that this rank sums: whole cache lines."""
         line = _LINE_BYTES // self.local.itemsize
         lines = -(-self.local.numel() // line)
         low, high = lines * rank // size, lines * (rank + 1) // size
@@ -175,7 +175,7 @@ class AllReduceStep(Step):
 
 
 class RowsStep(Step):
-    """A step in which the ranks show rows to one another: ``local`` is (size x columns), each row contiguous."""
+    """A step in which the ranks publish rows: ``local`` is (size x columns), each row contiguous."""
 
     @property
     def stride(self) -> int:
@@ -187,10 +187,10 @@ class RowsStep(Step):
 
 
 class ReduceScatterStep(RowsStep):
-    """A sum of rows over the ranks, of which each rank gets its own.
+    """A sum of rows over the ranks; each rank gets its own row.
 
     Args:
-        result: Where that belongs: 1-D; it may be this rank's row of ``rows``.
+        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
         rows: (size x columns), each row contiguous.
     """
 
@@ -221,11 +221,11 @@ class ReduceScatterStep(RowsStep):
 
 
 class AllGatherStep(Step):
-    """The tensors of all ranks, brought to each.
+    """An all-gather: each rank copies the tensors of all ranks.
 
     Args:
-        rows: Where they belong: (size x columns), each row contiguous.
-        share: This rank's: 1-D; it may be this rank's row.
+        rows: The output: (size x columns), each row contiguous.
+        share: This rank's tensor, 1-D; it may be this rank's row.
         is_shared: Whether ``share`` lies in shared memory.
     """
 
@@ -256,9 +256,9 @@ class AllGatherStep(Step):
 
 
 def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same columns of each tensor, of the first at most so many bytes, and about as many in each piece.
+    """Cut the tensors along their columns into pieces of about equal size, at most ``most_bytes`` of the first tensor.
 
-    A small rest would take as long as a round trip does.
+    Sizes are about equal, as a small last piece would take as long as a round trip.
     """
     first = tensors[0]
     numel, line = first.shape[-1], _LINE_BYTES // first.itemsize
@@ -268,15 +268,15 @@ def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
-    """The same columns of each tensor, at most ``width`` at a time; by default so many as stay in the cache."""
+    """Cut the tensors along their columns, at most ``width`` at a time; by default as many as stay in the cache."""
     width = width or max(1, _CHUNK_BYTES // tensors[0].itemsize)
-    if tensors[0].shape[-1] <= width:  # where every view would cost as much as the sum
+    if tensors[0].shape[-1] <= width:  # for small tensors every view would cost as much as the sum
         return iter((tensors,))
     return zip(*(tensor.split(width, dim=-1) for tensor in tensors), strict=True)
 
 
 def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Scratch) -> None:
-    """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; halves in float32, rounded once."""
+    """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; half precision in float32, rounded once."""
     is_wide = result.dtype in _HALVES and (kind == _Kind.AVG or len(others) > 1)
     total = scratch.take(own.numel()) if is_wide else result
     sum_up(total, own, others, kind)
@@ -286,7 +286,7 @@ def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratc
 
 
 def sum_up(total: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> None:
-    """Reduce ``own`` and ``others`` into ``total``, which may be wider, or ``own`` itself."""
+    """Reduce ``own`` and ``others`` into ``total``, which may have a wider dtype, or be ``own`` itself."""
     combine = torch.maximum if kind == _Kind.MAX else torch.add
     rest = iter(others)
     if total.dtype is not own.dtype:
@@ -300,6 +300,6 @@ def sum_up(total: Tensor, own: Tensor, others: Sequence[Tensor], kind: Any) -> N
 
 
 def divide(total: Tensor, kind: Any, size: int) -> None:
-    """Make a sum over so many ranks the mean, if ``kind`` is AVG."""
+    """Divide a sum over ``size`` ranks by ``size``, if ``kind`` is AVG."""
     if kind == _Kind.AVG:
         total.div_(size, rounding_mode=None if total.is_floating_point() else "trunc")

@@ -1,16 +1,15 @@
-"""Queue of one group's steps in shared memory: each rank publishes, and acts when all have published.
+"""The queue of one group's steps in shared memory: each rank publishes, and acts when all have published.
 
-    rank 0 and 1 publish "my tensor for step s is at position x"      arrived = s
-    when all have: each does its part of the work in all memory       done = s
+    ranks 0 and 1 publish "my tensor for step s is at position x"          arrived = s
+    when all have: each does its part of the work in the memory of all     done = s
     when all have: the step is complete
 
-Where the group has several nodes, these are the ranks of one. In between, each rank's slices go over the nodes
-(``two_level_steps.py``), and it has done its part when they are back.
+In a group of several nodes these are the ranks of one node. Between ``arrived`` and ``done`` each rank's slices are
+summed over the nodes (``two_level_steps.py``); it has done its part when the results have come.
 
-A step is advanced in any call of the backend that this process makes, and in between only where a thread makes such
-calls. So a rank that has launched its bucket goes on with its backward, and waits for the others at the end. A step
-whose tensor lies elsewhere is published once there is room to copy it into shared memory; what was launched after it
-waits behind it.
+A step advances in any call of the backend of this process, and in between only if a thread makes such calls. So a rank
+that has launched its bucket goes on with its backward, and waits for the others at the end. A step whose tensor lies in
+other memory is published when there is room to copy it into shared memory; later steps wait behind it.
 """
 
 from __future__ import annotations
@@ -45,26 +44,25 @@ if TYPE_CHECKING:
     from ppe_ddp.backends.work import Waits
     from ppe_ddp.waiting import ProgressEngine
 
-# The layout of a control page, in words of int64, as many as a page has; what different ranks write lies in different
-# cache lines.
+# The layout of a control page, in words of int64.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 _arrived, _done, _closed, _acting = map(itemgetter, (_ARRIVED, _DONE, _CLOSED, _ACTING))
-_STAGES = 2  # pieces of a tensor from elsewhere that are under way at a time
+_STAGES = 2  # pieces of tensors in other memory that are in flight at a time
 
 
 PartListener = Callable[[str, str, int, int], None]
-"""Called with ``"node"`` or ``"wire"``, the step's number, its begin by ``perf_counter_ns()``, and bytes; by any
+"""Called with ``"node"`` or ``"wire"``, the step's number, its begin by ``perf_counter_ns()``, and its bytes; in any
 thread."""
 
 
 class StepParts:
-    """The one who asks for the parts of each step, and their times."""
+    """The listener for the parts of each step, and their times, if there is one."""
 
     listener: ClassVar[PartListener | None] = None
 
     @classmethod
     def end(cls, kind: str, number: int, begin: int, nbytes: int) -> None:
-        """A part of step ``number`` has ended; nothing where nobody asked as it began, or does not any more."""
+        """Report the end of a part of step ``number``; does nothing if there was no listener at its begin or end."""
         if begin and cls.listener is not None:
             cls.listener(kind, str(number), begin, nbytes)
 
@@ -73,8 +71,8 @@ class LaunchedStep:
     """One run of a step.
 
     Args:
-        number: Counted on each group, from 1.
-        tensors: What must not be freed before all ranks have done their part.
+        number: The number of the step in the group, from 1.
+        tensors: Tensors that must not be freed before all ranks have done their part.
     """
 
     __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
@@ -83,34 +81,34 @@ class LaunchedStep:
         self.step = step
         self.number = number
         self.tensors = tensors
-        # Whether its tensor is to be copied into shared memory, and the result back.
+        # Whether its tensor is copied into shared memory, and the result back.
         self.is_staged = step.shared is None
-        self.error = ""  # what is wrong with it; empty while nothing is known
-        self.crossing: Crossing | None = None  # what is under way between nodes
-        self.crossed_at = 0  # since when; 0 where nobody asks
-        # Called when it is complete on all ranks, under the lock of the progress engine; None where nobody asks.
+        self.error = ""  # empty if there is none
+        self.crossing: Crossing | None = None  # the messages in flight between nodes
+        self.crossed_at = 0  # when these began; 0 without a listener
+        # Called when it is complete on all ranks, under the lock of the progress engine.
         self.at_end: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
 class SharedLink:
-    """How the ranks of one group reach each other besides their shared memory."""
+    """The connections of the ranks of one group, other than shared memory."""
 
     rank: int  # this process in the group
     size: int
-    # Brings the bytes of every rank, as many from each, to all; every rank calls it together.
+    # Returns the bytes of every rank, the same number from each; all ranks call it together.
     all_gather: Callable[[bytes], list[bytes]]
     waits: Waits
     progress: ProgressEngine  # advances the group's collectives whenever this process calls any backend
-    # Joins this rank with those of its group that own a slice of this number on other nodes; all of these call it
-    # together, for one slice after another.
+    # Makes a wire between the given ranks, which own the slice of this number; all of these call it together, for one
+    # slice after another.
     join: Callable[[int, Sequence[int]], Wire]
 
 
 class StepQueue:
     """Launches the steps of one group, and does this rank's part of each when all ranks have launched it.
 
-    No step brings more than ``piece_bytes``, the same on every rank.
+    A step has at most ``piece_bytes``, the same on every rank.
     """
 
     def __init__(
@@ -119,8 +117,8 @@ class StepQueue:
         self._layout = layout
         own = layout.own_slices if len(layout.nodes) > 1 else range(0)
         self._links = [link.join(index, layout.owners(index)) for index in own]
-        # To the other nodes, one for each slice that this rank owns. The group's own collectives have others, which
-        # other ranks may begin at other moments.
+        # Further wires to the other nodes, one for each slice that this rank owns, for :class:`Hierarchy`. Its calls
+        # may come between the group's collectives in another order on each rank.
         self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
         self._rank, self._size = layout.local_rank, len(layout.local)
         self._waits = link.waits
@@ -131,21 +129,21 @@ class StepQueue:
         self._own = self._controls[self._rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
-        self._finished = 0  # complete on all ranks, as far as this rank has seen, and its result where it belongs
+        self._finished = 0  # the last step that is complete on all ranks, with its result copied back
         self._waiting: deque[LaunchedStep] = deque()  # to be published
         self._arriving: deque[LaunchedStep] = deque()
         self._crossing: deque[LaunchedStep] = deque()
-        # Their memory: until all ranks have done their part they write into it, whoever has dropped the Work here.
+        # Keeps memory alive into which other ranks write until all have done their part, even if the Work was dropped.
         self._held: deque[LaunchedStep] = deque()
-        self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, in turn
+        self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, oldest first
         self._scratch = Scratch()
         self._wires = WireMemory()
         self._waits.at_failure.append(self._close)
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
-        """Begin the steps of a collective; ``tensors`` live until all ranks have done their part.
+        """Begin the steps of a collective; keeps ``tensors`` alive until all ranks have done their part.
 
-        Every rank calls it with steps of the same sizes and dtypes. CommunicationError where the group was given up.
+        Every rank calls it with steps of the same sizes and dtypes. CommunicationError if the group was given up.
         """
         with self._progress.lock:
             launched = list(map(LaunchedStep, steps, count(self._launched + 1), repeat(tensors)))
@@ -160,8 +158,7 @@ class StepQueue:
     def work(self, launched: Sequence[LaunchedStep]) -> Work:
         """The Work of a collective's steps.
 
-        Its ``wait()`` also raises CommunicationError where the ranks have brought different sizes or dtypes; the same
-        on all.
+        Its ``wait()`` also raises CommunicationError, on all ranks, if their sizes or dtypes differ.
         """
         last = launched[-1]
         poll, absent = partial(self.has_ended, launched), partial(self.absent, last)
@@ -170,7 +167,7 @@ class StepQueue:
         return work
 
     def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
-        """Whether no rank writes into the memory of some steps any more; CommunicationError if they were given up."""
+        """Whether no rank writes into the memory of these steps any more; CommunicationError if they were given up."""
         if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
             return False
         for one in launched:
@@ -181,7 +178,7 @@ class StepQueue:
     def absent(self, launched: LaunchedStep) -> list[int]:
         """The ranks that have not come to a step; if all have, those that have not done their part.
 
-        Of ranks of other nodes no more is known than that some have not, where this node's have all come.
+        The progress of ranks of other nodes is not known: if a step waits for messages, all of these are named.
         """
         late = self._ranks_behind(_ARRIVED, launched.number)
         if late:
@@ -198,14 +195,14 @@ class StepQueue:
         return any(map(_closed, self._controls))
 
     def count_message(self) -> Callable[[], list[int]]:
-        """Show the others that this rank has begun one more collective by messages; tells which of them have not."""
+        """Count one more collective by messages on this rank's page; returns a function that names ranks behind."""
         self._own[_MESSAGES] = number = self._own[_MESSAGES] + 1
         return partial(self._ranks_behind, _MESSAGES, number)
 
     def drain(self, seconds: float) -> None:
-        """Wait until every step is complete on all ranks, or a rank has left that has not launched it; then leave.
+        """Wait until every step is complete on all ranks, or a rank has left without launching it; then leave.
 
-        Raises CommunicationError where that takes longer, or the group was given up.
+        Raises CommunicationError after ``seconds``, or if the group was given up.
         """
         last = self._launched
 
@@ -222,12 +219,12 @@ class StepQueue:
         return bool(self._crossing)
 
     def close_links(self) -> None:
-        """End the connections with other nodes; what is still under way there is given up."""
+        """Close the connections to other nodes; gives them up if messages are in flight."""
         for link in (*self._links, *self.links_of_callers):
             link.give_up() if self._crossing else link.close()
 
     def advance(self) -> bool:
-        """Do what all have arrived for; whether nothing is left to do or to wait for."""
+        """Advance all steps as far as the other ranks have come; returns whether none is left."""
         held, controls = self._held, self._controls
         if self._own[_CLOSED]:
             if all(map(_closed, controls)):
@@ -252,14 +249,14 @@ class StepQueue:
                     self._finish(held.popleft())
                 if not self._waiting or self._finished == finished:
                     break
-        except Exception as error:  # such as a lack of memory: the others would wait for this rank's part
-            if self._waits.look_now():  # a rank that gives up says so before it closes its connections
+        except Exception as error:  # such as MemoryError; the other ranks would wait for this rank's part
+            if self._waits.look_now():  # a rank that gives the group up writes that before it closes its connections
                 return not held
             self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
         return not held and not self._waiting
 
     def _close(self) -> None:
-        """Take no part any more. What was under way stays in memory until nobody does."""
+        """Take no part any more. Memory of steps in flight is kept until all ranks have closed."""
         with self._progress.lock:
             self._waiting.clear()
             self._arriving.clear()
@@ -271,7 +268,7 @@ class StepQueue:
 
     def _free_stage(self, launched: LaunchedStep) -> Tensor | None:
         nbytes = launched.step.local.nbytes
-        if nbytes > self._piece_bytes:  # it could not be cut
+        if nbytes > self._piece_bytes:  # a single column may be larger than a piece
             return self._memory.allocate(nbytes, torch.uint8)
         if len(self._stages) == _STAGES and self._stages[0][0] > self._finished:
             return None
@@ -281,9 +278,9 @@ class StepQueue:
         return stage
 
     def _publish(self, launched: LaunchedStep) -> bool:
-        """Show the others a step, if there is room for it."""
+        """Publish a step if there is room for it; returns whether it was published."""
         step, own = launched.step, self._own
-        if launched.number - _PLACES > self._finished:  # whose record is still to be read
+        if launched.number - _PLACES > self._finished:  # the record at this place may still be read
             return False
         if launched.is_staged:
             stage = self._free_stage(launched)
@@ -303,10 +300,10 @@ class StepQueue:
         return True
 
     def _act(self, work: Callable[[LaunchedStep], None], launched: LaunchedStep) -> bool:
-        """Do work in the memory of others; False where a rank has given the group up, whose memory is its own again."""
+        """Do ``work`` in the memory of other ranks; does nothing and returns False if a rank has given the group up."""
         own, fence = self._own, self._progress.fence
         own[_ACTING] = 1
-        fence()  # either it sees that, or this rank sees that it has closed
+        fence()  # a rank that closes either sees that this one acts, or this one sees that it has closed
         is_open = not any(map(_closed, self._controls))
         try:
             if is_open:
@@ -325,7 +322,7 @@ class StepQueue:
         if records != step.records:
             if any(one[2:] != records[0][2:] for one in records):
                 launched.error = self._mismatch(records)
-                if self._links:  # of which the other nodes know nothing
+                if self._links:  # the other nodes do not know of the mismatch
                     raise CommunicationError(launched.error)
                 return
             regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
@@ -340,7 +337,7 @@ class StepQueue:
             StepParts.end("node", launched.number, begin, step.local.nbytes)
 
     def _end_crossing(self, launched: LaunchedStep) -> bool:
-        """Bring what has arrived from other nodes to the ranks of this one; False if it has not arrived."""
+        """Copy results of other nodes to the ranks of this one; returns False if they have not arrived."""
         crossing = launched.crossing
         if crossing is not None:
             if not crossing.done() or not self._act(self._spread, launched):
@@ -357,7 +354,7 @@ class StepQueue:
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
 
     def _finish(self, launched: LaunchedStep) -> None:
-        """Bring the result of what is complete on all ranks to where it belongs."""
+        """Copy the result of a step that is complete on all ranks to the user's tensor."""
         if launched.is_staged and not launched.error:
             self._progress.fence()
             launched.step.finish(self._rank, self._size)

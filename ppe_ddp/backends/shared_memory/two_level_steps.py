@@ -1,25 +1,25 @@
-"""The arithmetic of collectives over several nodes: in shared memory within each, by wires between them.
+"""The arithmetic of collectives over several nodes: in shared memory within each node, by wires between nodes.
 
     TwoLevelAllReduceStep
-        all ranks of the node have published     sum own slices over the node     into memory of its own
-        then                                     sum them over the nodes          by a Wire, under way by itself
-        when that is over                        write them into the memory of all ranks of the node
-    the same, of what only one node has
-        all ranks of that node have published    sum own slices over the node     into memory of its own
-        then, on all nodes                       send them to the other nodes     by a Wire, half as many bytes
-        when that is over                        write them into the memory of all ranks of the node
+        all ranks of the node have published     sum own slices over the node, into separate memory
+        then                                     sum them over the nodes, by a Wire
+        when that is done                        write them into the memory of all ranks of the node
+    TwoLevelAllReduceStep with a ``source``, the only node with data
+        all ranks of that node have published    sum own slices over the node, into separate memory
+        then, on all nodes                       send them to the other nodes, by a Wire: half as many bytes
+        when that is done                        write them into the memory of all ranks of the node
     TwoLevelReduceScatterStep
         all ranks of the node have published     sum own row over the node, and the rows of the owners of the same
                                                  slices on the other nodes
-        then                                     send each of them its row        by a Wire
-        when those for this rank have come       add them up, in the order of nodes
+        then                                     send each of these owners its row, by a Wire
+        when rows for this rank have come        sum them, in the order of nodes
     TwoLevelAllGatherStep
         all ranks of the node have published     write own share into the memory of all ranks of the node; send it to
-                                                 the owner of the same slice on every other node    by a Wire
-        when theirs have come                    write them into the memory of all ranks of the node
+                                                 the owner of the same slice on every other node, by a Wire
+        when other shares have come              write them into the memory of all ranks of the node
 
-What is under way between nodes lies in memory of its own: a transport goes on with it in a group that was given up,
-and would change gradients.
+Messages between nodes have memory of their own: after a group was given up, a transport may still write there, and
+would otherwise change gradients.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
     from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
-# Halves are rounded once, at the end; of int16 no transport need know anything.
+# The dtypes that are sent: half precision is rounded once, at the end, and transports need not support int16.
 WIRE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
 
 _UNIT_BYTES = 1 << 16
-_MOST_FREE = 8  # pieces, of which few are under way at a time
+_MOST_FREE = 8  # pieces that are kept; few are in flight at a time
 
 
 class WireMemory:
-    """Memory for what is under way between nodes; some is kept, as fresh memory costs page faults."""
+    """Memory for messages between nodes; some is kept, as fresh memory costs page faults."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -88,10 +88,10 @@ class WireMemory:
 
 
 class Sent(NamedTuple):
-    """What is under way between the nodes for one of this rank's slices."""
+    """The messages in flight between nodes for one of this rank's slices."""
 
-    views: tuple[Tensor, ...]  # where the result belongs
-    wires: tuple[Tensor, ...]  # memory that is read or written meanwhile; the first is what will have come
+    views: tuple[Tensor, ...]  # the memory for the result
+    wires: tuple[Tensor, ...]  # the memory of the messages; the first is that of received data
     under_way: InFlight
 
 
@@ -99,7 +99,7 @@ class Crossing(NamedTuple):
     """One run of a step between nodes."""
 
     sent: list[Sent]
-    own: Tensor | None = None  # what this rank has summed over its node for itself, if that is apart
+    own: Tensor | None = None  # this rank's own row, summed over its node (reduce-scatter)
 
     @property
     def nbytes(self) -> int:
@@ -114,24 +114,24 @@ class Crossing(NamedTuple):
 
 
 class TwoLevelStep(Step):
-    """A step of a group of several nodes, whose part is done in two: :meth:`cross` and :meth:`spread`."""
+    """A step of a group of several nodes, in two parts: :meth:`cross` and :meth:`spread`."""
 
     def act(self, scratch: Scratch) -> None:
-        """Nothing."""
+        """Do nothing: :meth:`cross` and :meth:`spread` do the work."""
 
     @abstractmethod
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        """Do this rank's part within the node, and begin what goes between nodes; by a link for each own slice."""
+        """Do this rank's part within the node, and begin the messages between nodes; ``links`` has one a slice."""
 
     @abstractmethod
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        """Bring what has arrived to where it belongs."""
+        """Copy the received results to the ranks of the node."""
 
 
 class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of several nodes, in place.
 
-    ``source`` is the number of the only node whose tensors are not zero, which sends its sum to the others; None to sum
+    ``source`` is the number of the only node whose tensors are not zero, which sends its sum to the others. None sums
     over the nodes.
     """
 
@@ -167,7 +167,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """Of each of this rank's slices its own part and those of the others; an empty one for an empty slice."""
+        """For each slice of this rank: its own part and those of the other ranks of the node; empty if that is."""
         local, dtype = self.local, self.local.dtype
         bounds = self._layout.bounds(local.numel(), local.itemsize)
         for index in self._layout.own_slices:
@@ -181,12 +181,12 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
 
 
 class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
-    """A sum of rows over the ranks of several nodes, of which each rank gets its own.
+    """A sum of rows over the ranks of several nodes; each rank gets its own row.
 
-    A row goes by the link of the first slice that its rank owns.
+    A row is sent by the link of the first slice that its rank owns.
 
     Args:
-        result: Where this rank's row belongs: 1-D; it may be this rank's row of ``rows``.
+        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
         rows: (size x columns), each row contiguous.
     """
 
@@ -230,7 +230,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's row, and each that it sends: its own part and those of the others of the node."""
+        """For this rank's row, and each row that it sends: its own part and those of the other ranks of the node."""
         count, dtype = self.local.shape[1], self.local.dtype
         sent = [target for targets in self._targets for target in targets if target not in (None, self._layout.rank)]
         for row in (self._layout.rank, *sent):
@@ -239,14 +239,14 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
 
 
 class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
-    """The tensors of all ranks of several nodes, brought to each.
+    """An all-gather over the ranks of several nodes.
 
-    The rows are what a rank shows to the others of its node, who write into them. A share goes by the link of the first
-    slice that its rank owns.
+    A rank publishes the rows of its output, into which the other ranks of its node write. A share is sent by the link
+    of the first slice that its rank owns.
 
     Args:
-        rows: Where the shares belong: (size x columns), each row contiguous.
-        share: This rank's: 1-D; it may be this rank's row.
+        rows: The output: (size x columns), each row contiguous.
+        share: This rank's tensor, 1-D; it may be this rank's row.
         layout: The nodes.
         is_shared: Whether ``rows`` lie in shared memory.
     """
@@ -292,25 +292,25 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
                 target.copy_(source)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """Each row, on every rank of the node."""
+        """For each row: its views on all ranks of the node."""
         width, dtype = self.local.shape[1], self.local.dtype
         for row in range(len(self.local)):
             yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
 
 
 class NodeSumStep(AllReduceStep, TwoLevelStep):
-    """A sum over the ranks of a node in ranges that its caller has chosen, who does the part between the nodes.
+    """A sum over the ranks of a node in ranges of the caller's, which does the exchange between the nodes itself.
 
-    A compressor, for one:
+    A compressor uses it:
 
-        all ranks of the node have published     sum own ranges over the node, into memory of its own
-        then                                     the caller makes them what they are over all nodes
-        when it says that they are               write them into the memory of all ranks of the node
+        all ranks of the node have published     sum own ranges over the node, into separate memory
+        then                                     the caller replaces them by the results over all nodes
+        when it has set ``is_over_nodes``        write them into the memory of all ranks of the node
 
-    It is for one run; memory between the two parts is the rank's own.
+    It is for one run.
 
     Args:
-        ranges: Of each slice, where its elements begin and end; the same on every rank. What is in none stays.
+        ranges: For each slice, the begin and end of its ranges; the same on every rank. Other elements do not change.
     """
 
     name = 3
@@ -327,16 +327,16 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         super().__init__(local, kind, is_shared=is_shared)
         self._ranges = ranges
         self._own = layout.own_slices
-        # Of each slice of this rank, its ranges one after another, halves in float32; None until they are there.
+        # For each slice of this rank, the sums of its ranges, half precision in float32; None before they are summed.
         self.sums: list[Tensor] | None = None
-        self.is_over_nodes = False  # whether they are what all ranks shall have
+        self.is_over_nodes = False  # whether the caller has replaced the sums by the results
 
     def done(self) -> bool:
-        """Whether the caller has done its part: what is under way between the nodes."""
+        """Whether the caller has done its part."""
         return self.is_over_nodes
 
     def block(self) -> None:
-        """Nothing: the caller moves it."""
+        """Do nothing: the caller advances it."""
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         sums, views = [], iter(self._views)
@@ -360,7 +360,7 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """Each range of this rank: its own part and those of the others of the node."""
+        """For each range of this rank: its own part and those of the other ranks of the node."""
         others = [region for i, region in enumerate(regions) if i != rank]
         for start, stop in chain.from_iterable(self._ranges[index] for index in self._own):
             theirs = [region.view(self.local.dtype, start, stop - start) for region in others]
@@ -380,9 +380,9 @@ def all_reduce_steps(
     *,
     is_shared: bool,
 ) -> Iterator[Step]:
-    """The steps of an all-reduce of ``flat``, 1-D, in place; in two levels with a ``layout``.
+    """The steps of an all-reduce of ``flat`` (1-D), in place; in two levels with a ``layout``.
 
-    ``source`` is the only node that has some of it.
+    ``source`` is the only node whose tensors are not zero, if that is known.
     """
     for (piece,) in pieces(piece_bytes, flat):
         if layout is None:
@@ -407,7 +407,8 @@ def all_gather_steps(
 ) -> Iterator[Step]:
     """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width).
 
-    ``is_shared`` is meant of what others access: the rows in two levels, else the share.
+    ``is_shared`` tells whether the tensor that other ranks access is in shared memory: ``rows`` in two levels, else
+    ``share``.
     """
     for part, piece in pieces(piece_bytes, rows, share):
         if layout is None:
@@ -417,7 +418,7 @@ def all_gather_steps(
 
 
 def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
-    """Reduce ``views`` into ``wire``, which may be wider, as many elements at a time as stay in the cache."""
+    """Reduce ``views`` into ``wire``, which may have a wider dtype, in parts that stay in the cache."""
     for total, own, *others in columns(wire, *views):
         sum_up(total, own, others, kind)
 

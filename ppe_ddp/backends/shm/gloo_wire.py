@@ -1,4 +1,4 @@
-"""The wire over gloo, whose own threads move the bytes; and the end of its connections."""
+"""The wire over gloo, whose threads move the bytes; and the closing of gloo's connections."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MOMENT = timedelta(milliseconds=1)
 
 
 class GlooCall:
-    """A collective by gloo."""
+    """A collective of gloo in flight."""
 
     def __init__(self, work: Work, place: str) -> None:
         self._work: Work | None = work
@@ -50,7 +50,7 @@ class GlooCall:
             work.wait()
         except RuntimeError as error:
             raise CommunicationError(f"{self._place}{error}") from None
-        self._work = None  # gloo's keeps the tensors alive
+        self._work = None  # gloo's Work keeps the tensors alive
         return True
 
     def block(self) -> None:
@@ -60,14 +60,14 @@ class GlooCall:
                 work.wait(_MOMENT)
 
     def tell_end(self, call: Callable[[], None]) -> None:
-        """Have gloo's thread call it at the end."""
+        """Let gloo's thread call ``call`` at the end."""
         work = self._work
         if work is not None:
             work.get_future().add_done_callback(lambda _: call())
 
 
 class GlooMessage:
-    """A message by gloo, which says whether it has arrived only to who waits for it inside gloo: so a thread does."""
+    """A message of gloo. Only a wait inside gloo tells that it has arrived, so a thread waits."""
 
     def __init__(self, work: Work) -> None:
         self.source = -1
@@ -78,7 +78,7 @@ class GlooMessage:
     def _await(self, work: Work) -> None:
         try:
             work.wait()
-            with suppress(RuntimeError):  # of a message that was sent
+            with suppress(RuntimeError):  # a message that this rank sends has no source
                 self.source = source_of(work)
         except RuntimeError as error:
             self._reason = str(error) or "gloo gives no reason"
@@ -97,13 +97,14 @@ class GlooWire:
     """See :class:`~ppe_ddp.backends.wire.Wire`.
 
     Args:
-        groups: Groups of gloo of these ranks, the only references: the connections end with them. A group has two
-            threads, each of which does one collective at a time; broadcasts of several roots go by several groups.
+        groups: Gloo groups of these ranks. The wire has the only references, with which the connections end. A group
+            has two threads, each of which runs one collective at a time; broadcasts of several roots use several
+            groups.
     """
 
     dtypes = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
     piece_bytes = 0
-    largest_tag = UNSENT_TAG - 1  # gloo has one more
+    largest_tag = UNSENT_TAG - 1  # UNSENT_TAG is the largest tag of gloo
 
     def __init__(self, groups: list[ProcessGroup], place: str = "") -> None:
         self.size = groups[0].size()
@@ -148,11 +149,11 @@ class GlooWire:
         return GlooMessage(work)
 
     def close(self) -> None:
-        """Drop the connections, after what this rank has under way there, which the others may have to join."""
+        """Drop the references; gloo completes what this rank has in flight, which other ranks may still need."""
         self._groups.clear()
 
     def give_up(self) -> None:
-        """End the connections soon; what is under way there fails then."""
+        """Close the connections soon; operations in flight then fail."""
         close_given_up(self._groups)
 
     def _group(self, root: int = 0) -> Any:
@@ -175,12 +176,12 @@ def _is_done(call: GlooCall) -> bool:
 
 
 def close_given_up(groups: list[ProcessGroup]) -> None:
-    """Let go of process groups, and abort those over gloo where something is under way; empties the list.
+    """Drop process groups, and abort gloo groups that do not end by themselves; empties the list.
 
-    What all ranks have begun has five seconds to complete: torch frees memory of a large all-gather that is aborted
-    before gloo has let go of it. What some have not begun never completes.
+    Operations that all ranks have begun get five seconds to complete: if a large all-gather is aborted, torch frees
+    memory that gloo still uses. Operations that some ranks have not begun never complete.
 
-    By threads of its own: the end of a group waits for what is under way in it.
+    It runs in a thread, as the end of a group waits for its operations in flight.
     """
     ending = groups.copy()
     groups.clear()
@@ -191,7 +192,7 @@ def close_given_up(groups: list[ProcessGroup]) -> None:
 class _Closings:
     """The threads that close groups of this process.
 
-    They end before Python does: one that lets go of gloo's tensors after that aborts the process.
+    They end before Python does: a thread that frees gloo's tensors later would abort the process.
     """
 
     def __init__(self) -> None:
@@ -208,7 +209,7 @@ class _Closings:
 
     def _end(self) -> None:
         self._is_exit.set()
-        with suppress(KeyboardInterrupt):  # another Ctrl-C: this process is ending by the first one
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C, while the process is ending after the first one
             for thread in self._threads:
                 thread.join(_AT_EXIT_SECONDS)
 
@@ -218,15 +219,15 @@ _closings = each_process(_Closings)
 
 def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:
     until = monotonic() + _COMPLETING_SECONDS
-    aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # others end by themselves
+    aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # groups in C++
     alive = [weakref.ref(group) for group in groups]
     ending = threading.Thread(target=groups.clear, name=CLOSING_THREAD, daemon=True)
     ending.start()
     while ending.is_alive() and monotonic() < until and not is_exit.is_set():
         ending.join(_LOOK_SECONDS)
-    # A group that somebody else refers to, as a traceback does, has not ended.
+    # A group has not ended as long as something else refers to it, such as a traceback.
     if aborts and any(group() is not None for group in alive):
         is_exit.wait(max(0.0, until - monotonic()))
     for abort in aborts:
         abort()
-    ending.join(_AT_EXIT_SECONDS)  # where Python is at its end by then, C++ ends the process
+    ending.join(_AT_EXIT_SECONDS)  # if it were still running when Python ends, C++ would end the process

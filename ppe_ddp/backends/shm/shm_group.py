@@ -1,6 +1,6 @@
-"""A process group of torch.distributed over shared memory within a node and gloo for all else: backend name ``shm``.
+"""A process group of torch.distributed over shared memory within a node, and gloo otherwise: the backend ``shm``.
 
-Everything in torch that talks over a process group works: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
+All parts of torch that use a process group work: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-_MORE_TIME = timedelta(seconds=60)  # for gloo, whose own timeouts name nobody and end its connections
-_SLICE_GROUPS = 2  # of gloo between nodes: what one node sends must not wait for what it receives
+_MORE_TIME = timedelta(seconds=60)  # added to gloo's timeout, whose error names no rank and ends its connections
+_SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does not wait for what it receives
 
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
-    """Make a group; its ranks, and no others, must call it together.
+    """Make a group; only its ranks must call this, together.
 
-    Where the user wants another backend for some devices (``"cpu:shm,cuda:nccl"``), it holds a group for each.
+    If the user wants other backends for some devices (``"cpu:shm,cuda:nccl"``), the group holds an inner group for
+    each.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout.
         DisagreementError: The ranks have different options.
         TypeError: ``options`` are those of another backend.
-        TorchChangedError: torch does not show which backends it makes the group over.
+        TorchChangedError: torch does not show the backends of the group.
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
@@ -55,22 +56,22 @@ def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | 
 
 
 class ShmProcessGroup(PendingGroup):
-    """A group whose ranks share memory where they can. Made by torch.distributed, not by hand.
+    """A group whose ranks share memory if they can. It is made by torch.distributed.
 
-    Ranks of one node do all-reduces (sums, means and maxima), and with ``ShmOptions.shared_parts`` reduce-scatters and
-    all-gathers, in memory that they share. All else goes by gloo, as does everything where memory cannot be shared: on
-    several nodes, in containers that see nothing of one another, under some limits. The ranks agree on it when the
-    group is made; where ranks of one node fail to, each warns once of the reason.
+    Ranks of one node run all-reduces (sums, means and maxima) in shared memory; with ``ShmOptions.shared_parts`` also
+    reduce-scatters and all-gathers. Other collectives go by gloo. If memory cannot be shared, everything goes by gloo:
+    between nodes, in isolated containers, under some limits. The ranks agree on that when the group is made. If ranks
+    of one node cannot share memory, each rank warns once of the reason.
 
     Attributes:
-        pg_options: What it was made with, for groups that shall be like it.
+        pg_options: The options of the group, from which similar groups can be made.
 
-    A collective with ``async_op=True`` is begun in the call and goes on in every call and wait of this backend, on any
-    group, and on a thread where this process makes none. All ranks of a group make the same collectives in the same
-    order, with the same sizes and dtypes; the order of those on different groups is free.
+    A collective with ``async_op=True`` begins in the call. It advances in every call and wait of this backend, on any
+    group, and on a thread while this process makes no such call. All ranks of a group call the same collectives in the
+    same order, with the same sizes and dtypes. The order of collectives on different groups is free.
 
     Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of gloo, a timeout). The group is of no use then.
+    (``abort()``, an error of gloo, a timeout). The group cannot be used after that.
 
     Raises from any collective:
         CommunicationError: gloo reports an error, a rank did not come in time, or has given the group up.
@@ -101,23 +102,23 @@ class ShmProcessGroup(PendingGroup):
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        with suppress(CommunicationError):  # one that was given up
+        with suppress(CommunicationError):  # the group was given up
             self._over.drain(DRAIN_SECONDS)
         self._shared.close()
         self._wire.close()
 
     def abort(self) -> None:
-        """Give the group up without waiting; the other ranks leave their waits in it with an error."""
+        """Give the group up without waiting; other ranks leave their waits in it with an error."""
         if os.getpid() == self._pid:
             self._closed = True
             self._waits.give_up("it has called abort()")
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Delete what this rank has written to the store; see :class:`PythonGroup`."""
+        """Delete this rank's keys in the store; see :class:`PythonGroup`."""
         self._keys.delete_all()
 
     def end(self) -> None:
-        """End the connections of gloo, unless something is under way in them: that would be waited for."""
+        """End gloo's connections at the exit of Python, unless a call is in flight: ending would wait for it."""
         queue = self._shared.queue
         if os.getpid() == self._pid and self._wire.is_idle and not (queue is not None and queue.is_crossing):
             self._closed = True
@@ -126,7 +127,7 @@ class ShmProcessGroup(PendingGroup):
 
 
 def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
-    """Join this rank with those of other nodes that own the same slice."""
+    """Make a wire to the ranks of other nodes that own the same slice."""
     world = list(arguments.global_ranks_in_group)
     groups = []
     for number in range(_SLICE_GROUPS):
@@ -140,9 +141,9 @@ def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Seque
 
 
 def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedelta()) -> ProcessGroup:
-    """A group of gloo; ``keys``, of this one alone, are in the store of ``arguments``.
+    """Make a gloo group; ``keys`` is the part of the store that only this group uses.
 
-    It connects in the group's own time, as a rank may die then; a call has ``more_time``.
+    Connecting has the group's timeout, as a rank may die then. Calls have ``more_time`` in addition.
     """
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
     group = group_over("gloo", arguments)

@@ -4,17 +4,17 @@
     forward     layer A uses unit 0: wait for it; A computes, while 1 2 3 are in flight; layer B uses unit 1 ...
 
 A parameter whose values are in flight is a :class:`PendingParameter` until its first use in Python, by a module,
-a hook, a copy, a loop over ``parameters()``. No such use starts a collective, so a rank may do it alone.
+a hook, a copy, a loop over ``parameters()``. The use waits and starts no collective, so one rank may do it alone.
 
-Two kinds of uses are not seen there. Compiled code and extensions read in C++: modules can be watched, so that
-their forwards wait before they begin. Reads of memory that was held since before the step (``p.data`` or a
-``state_dict`` that was kept), and of parameters passed to an extension or to ``torch.func.grad`` outside of a module,
-cannot be seen. Hence parameters are in flight after a step only where the user has asked for it.
+Two kinds of uses do not go through Python. Compiled code and extensions read parameters in C++: modules can be watched,
+so that their forwards wait before they begin. Other reads cannot be noticed: of memory that was held since before the
+step (a kept ``p.data`` or ``state_dict``), and of parameters passed to an extension or to ``torch.func.grad`` outside
+of a module. Hence parameters are in flight after a step only if the user has asked for it (``overlap=True``).
 
 The message of a unit is packed, or in place:
 
     packed     own chunks -> own row -> all-gather of rows -> parameters
-    in place   the chunks of a large parameter are such rows where they lie
+    in place   the memory of a large parameter has the layout of the rows already
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.errors import PpeDdpError
 
-    Unit = tuple[int, int]  # of which model, and its number there
+    Unit = tuple[int, int]  # the number of the model, and the number of the unit in it
 
 logger = logging.getLogger("ppe_ddp")
 _OWNER = "_parameter_gather"  # the attribute of a pending parameter that names its ParameterGather
 _ATTRIBUTES: Any = torch.Tensor
-# What zero_grad() and a look at a module's gradients use; none of these depends on a parameter's values.
+# Used by zero_grad() and by reads of gradients; none of these depends on a parameter's values.
 _USES_NO_VALUES = frozenset(
     [
         _ATTRIBUTES.grad.__get__,
@@ -72,7 +72,7 @@ _USES_NO_VALUES = frozenset(
 class PendingParameter(nn.Parameter):
     """The class of a parameter while its values are in flight. Its first use waits, and restores its own class.
 
-    An object may be given another class, as torch does itself with lazy parameters; all else about it stays.
+    Only ``__class__`` of the parameter is changed, as torch does with lazy parameters.
     """
 
     @classmethod
@@ -115,10 +115,10 @@ def wait_for(parameter: nn.Parameter) -> None:
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are in flight. Threads may share it.
+    """Gathers the units of some sharded models, and knows which of them are in flight. It is thread-safe.
 
-    There is a model for each group of ranks that shares parameters. ``on_installed`` is called with the number of a
-    unit of the first one when its parameters have their new values.
+    There is one model for each group of ranks that shares parameters. ``on_installed`` is called with the number of a
+    unit of the first model when its parameters have their new values.
     """
 
     def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
@@ -151,12 +151,12 @@ class ParameterGather:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a failure may have left some units out: the ranks have connected again since the last gather."""
+        """Whether a failure may have lost some units: connections were closed or renewed since the last gather."""
         return self._sent_in != self._connections
 
     @torch.no_grad()
     def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
-        """Gather units of the first model, in launch order, or all of all models; on every rank the same.
+        """Gather ``units`` of the first model, or all units of all models, in order. Every rank passes the same.
 
         With ``overlap`` it returns at once, and the first use of a parameter waits for it.
         """
@@ -164,7 +164,7 @@ class ParameterGather:
         self._sent_in = self._connections
         for key in self._units if units is None else [(0, unit) for unit in units]:
             members = self._members[key]
-            if PendingParameter in set(map(type, members)):  # what another optimizer of the same model has sent
+            if PendingParameter in set(map(type, members)):  # in flight for another optimizer of the same model
                 for parameter in members:
                     wait_for(parameter)
             begin = perf_counter_ns()
@@ -185,10 +185,10 @@ class ParameterGather:
     def _mark_pending(self, key: Unit, members: Sequence[Any]) -> None:
         """Let the first use of these parameters wait for them."""
         if any(type(parameter) is not nn.Parameter for parameter in members):
-            self.finish([key])  # one has a class of its own, which we cannot take from it
+            self.finish([key])  # a parameter of a subclass must keep its class
             return
         self._marked.add(key)
-        increment_version(members)  # lest a graph that was made before the step go backward with what lies there now
+        increment_version(members)  # so that a backward of a graph from before the step raises
         for parameter in members:
             setattr(parameter, _OWNER, self)
             parameter.__class__ = PendingParameter
@@ -201,11 +201,11 @@ class ParameterGather:
         self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
-        """Wait for units, or for all that are in flight; none of these is in flight then, even if it has failed.
+        """Wait for ``units``, or for all that are in flight; afterwards these are not in flight, even after an error.
 
         Raises:
-            PeerAbortedError: Another rank has failed in this step; a warning where units overlap with the next one,
-                which works.
+            PeerAbortedError: Another rank has failed in this step. With overlap the next step has begun, and works, so
+                this is only logged.
             CommunicationError: A rank is lost.
         """
         if not self._pending:
@@ -244,9 +244,9 @@ class ParameterGather:
                 log.add("wait", f"for gather {key[1]}", begin)
             self._install(key)
         except RuntimeError as error:
-            if self._sent_in[key[0]] != self._connections[key[0]]:  # by a failure of which this rank was told
+            if self._sent_in[key[0]] != self._connections[key[0]]:  # closed by a failure that this rank knows already
                 logger.debug("gathering parameters was left: %s", error)
-                model.abandon(key[1])  # the next step gathers all of them
+                model.abandon(key[1])  # the next step gathers all units
                 return
             peer_error = self._fail_in(model.groups, error)
             if peer_error is not None:
@@ -262,9 +262,9 @@ class ParameterGather:
             self._forget(key)
 
     def fail(self, error: BaseException) -> PpeDdpError | None:
-        """End the communication after an error in an optimizer's step: the other ranks wait for this one's shards.
+        """End the communication after an error in an optimizer's step, as other ranks wait for this rank's shards.
 
-        Returns what to raise instead, if this is only what came here of a rank that has failed or is lost.
+        Returns the error to raise instead, if ``error`` is only the consequence of a rank that has failed or is lost.
         """
         self._note_failure()
         with self._lock:
@@ -272,10 +272,10 @@ class ParameterGather:
         return self._fail_in(self._models[0].groups, error)
 
     def _fail_in(self, groups: Groups, error: BaseException) -> PpeDdpError | None:
-        """End the communication in ``groups``, and in the others of its wrapper, as this rank connects all again first.
+        """End the communication in ``groups``, and in all other groups of its wrapper.
 
-        A rank that has heard of the failure in one of them alone would begin its next backward in the others, and wait
-        there for ranks that wait for it.
+        Otherwise a rank might hear of the failure in one group only, and begin its next backward in the others. There
+        it would wait for this rank, which first connects all groups again and waits for that rank.
         """
         instead = groups.fail(error, UPDATE)
         user = groups.user()
@@ -284,20 +284,20 @@ class ParameterGather:
         return instead
 
     def _note_failure(self) -> None:
-        """This step has failed: who raises is not to give up the next one (``abort_grad_sync()``)."""
+        """Note that this step has failed, so that a call of ``abort_grad_sync()`` does not give up the next step."""
         for model in self._models:
             if (user := model.groups.user()) is not None:
                 user.note_failure()
 
     def _abandon(self) -> None:
-        """Let nobody wait for what a rank that has failed does not send: the next step gathers all units."""
+        """Forget all units in flight, which a failed rank may never send; the next step gathers all units."""
         for key in list(self._pending):
             self._forget(key)
         for model in self._models:
             model.abandon()
 
     def _forget(self, key: Unit) -> None:
-        """Let nobody wait for a unit any more."""
+        """Forget a unit in flight, so that no use of its parameters waits."""
         self._pending.pop(key, None)
         if key in self._marked:
             self._marked.remove(key)
@@ -306,7 +306,7 @@ class ParameterGather:
                     parameter.__class__ = nn.Parameter
 
     def _install(self, key: Unit) -> None:
-        # Other threads go on waiting for these parameters, while we use them.
+        # The parameters stay pending for other threads meanwhile, so use them without __torch_function__.
         with torch.no_grad(), without_torch_function():
             self._models[key[0]].install(key[1])
             if self._on_installed is not None:
@@ -315,10 +315,10 @@ class ParameterGather:
     # ------------------------------------------------------------------ modules
 
     def watch(self, module: nn.Module) -> None:
-        """Let forwards in ``module`` wait before they begin, for C++ code that reads parameters without Python.
+        """Let forwards in ``module`` wait before they begin, for C++ code that reads parameters.
 
-        A module waits for its own parameters, and if it has some itself also for all below it. Where something in
-        ``module`` is compiled, or it is called from compiled code, it waits for everything.
+        A submodule that has parameters itself waits for these and for all parameters below it. If a part of ``module``
+        is compiled, or it is called from compiled code, it waits for all units.
         """
         if self._handles:
             return
@@ -335,14 +335,14 @@ class ParameterGather:
 
 
 class _WaitHook:
-    """Waits for units, as a hook of a module. A copy of the module, or an unpickled one, waits for nothing."""
+    """A module hook that waits for units. In a copied or unpickled module it waits for nothing."""
 
     def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
         self._gather = _nothing if gather is None else weakref.ref(gather)
         self._units = units
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
-        # In compiled code the outermost module has waited.
+        # In compiled code the outermost module has waited already.
         if not torch.compiler.is_compiling() and (gather := self._gather()) is not None:
             gather.finish(self._units)
 
@@ -351,7 +351,7 @@ class _WaitHook:
 
 
 class _CompiledWaitHook(_WaitHook):
-    """Waits for everything before compiled code runs, which is specialized on the class of the parameters."""
+    """Waits for all units before compiled code runs, which is specialized on the class of the parameters."""
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
         if torch.compiler.is_compiling():
@@ -370,9 +370,9 @@ def _nothing() -> None:
 
 
 class UnitGather:
-    """Gathers some parameters of one dtype and device, as often as they are updated.
+    """Gathers some parameters of one dtype and device; reused in each step, with its views of the parameters.
 
-    Views of the parameters are kept from one time to the next; they are made anew where a parameter has moved.
+    It has to be made anew when a parameter has moved in memory, see :meth:`is_current`.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class UnitGather:
         if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
             self._message = (self._flats[0], self._own[0])
             return
-        self._pool = None  # the rows are from there
+        self._pool = None  # the rows are already in memory of the pool
         whole = pool.take(layout.numel, specs[0].dtype, specs[0].device)
         self._rows = whole.view(world_size, layout.width)
         self._message = (whole, self._rows[rank])
@@ -418,19 +418,19 @@ class UnitGather:
         if whole.numel() == 0:
             return None
         if self._rows is not None:
-            if self._parts is None:  # in a quarter of the time of copies
+            if self._parts is None:  # one call takes a quarter of the time of the copies
                 torch.cat(self._own, out=own)
             else:
                 torch._foreach_copy_(self._parts, self._own)
         return all_gather(whole, own, self._groups.buckets, self._pool)
 
     def install(self) -> None:
-        """Copy what was received into the parameters."""
+        """Copy the received values into the parameters."""
         if self._rows is None:
-            # A message changes memory behind autograd's back, which would then not find a stale graph.
+            # The message has changed the memory without autograd. With a new version, a stale graph raises.
             increment_version(self._parameters[0])
             return
-        if self._pairs[0]:  # not of empty parameters alone
+        if self._pairs[0]:  # empty if all parameters are
             torch._foreach_copy_(*self._pairs)
         for k in self._loose:
             spec = self._specs[k]

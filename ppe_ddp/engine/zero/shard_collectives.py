@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of flat tensors, by whichever collective is the fastest on the backend."""
+"""Reduce-scatter and all-gather of flat tensors, by the fastest collective of the backend."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 class ReduceScatter:
     """A reduce-scatter of flat tensors on ``device``: each rank gets its part of the sum.
 
-    gloo's takes as long as its all-reduce, or longer: 5.5 ms for 4 MiB on two ranks, where an all-to-all and a sum take
-    2.7 (on four ranks 11.6 and 5.5), and a second buffer as large as the message until the result was waited for. Over
-    mpi4py it is the other way around.
+    Over gloo it is an all-to-all and a local sum. For 4 MiB on two ranks this takes 2.7 ms, and gloo's reduce-scatter
+    5.5 ms (5.5 and 11.6 ms on four ranks). It needs a second buffer of the message's size until the result has arrived.
+    Over mpi4py the reduce-scatter is faster, and is used.
     """
 
     def __init__(self, groups: Groups, pool: MemoryPool, device: torch.device) -> None:
@@ -41,29 +41,28 @@ class ReduceScatter:
         self._pool = pool
         self._world_size = groups.world_size
         self._by_all_to_all = backends_of(groups.buckets).get(device.type) == "gloo"
-        # Whether what lies in the pool's memory goes faster than what lies elsewhere.
+        # Whether messages from the pool's memory are faster, since the backend allocates it.
         self.from_pool = offers_memory(groups.buckets, device)
 
     def memory_for_share(self, flat: Tensor) -> Tensor:
-        """Memory for this rank's part of the sum of ``flat``, of its dtype; with arbitrary contents."""
+        """Lend memory for this rank's part of the sum of ``flat``, of the same dtype, with arbitrary contents."""
         return self._pool.take(flat.numel() // self._world_size, flat.dtype, flat.device)
 
     def start(self, share: Tensor, flat: Tensor, *, factor: float = 1.0, spare: bool = True) -> Waitable | None:
         """Begin to set ``share`` to ``factor`` times the sum over the ranks of this rank's part of ``flat``.
 
-        Every rank must call this, with the same sizes and dtypes. The tensors must be left alone until the result
-        was waited for.
+        Every rank must call this, with the same sizes and dtypes. Do not touch the tensors before the result has been
+        waited for.
 
         Args:
             share: 1-D, of the dtype of ``flat`` or wider; changed in place. It may be this rank's part of ``flat``.
-            flat: 1-D, floating or complex, as many times the size of ``share`` as there are ranks: rank i's part is
-                the i-th.
-            factor: The same on every rank. Halves are multiplied by it before they are added up, or are added up in
-                float32, lest the sum be too large.
-            spare: Whether the contents of ``flat`` may be lost.
+            flat: 1-D, floating or complex, of world size times the elements of ``share``; rank i's part is the i-th.
+            factor: The same on every rank. Half-precision values are multiplied by it before they are summed, or
+                summed in float32, so that the sum does not overflow.
+            spare: Whether ``flat`` may be overwritten.
 
         Returns:
-            What to wait for, once; None where one rank is alone.
+            The pending operation, to be waited for once; None in a group of one rank.
         """
         if self._world_size == 1:
             scale(share, flat, factor)
@@ -71,8 +70,8 @@ class ReduceScatter:
         return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
 
     def finish(self, bucket: Bucket) -> Steps:
-        """Wait for the reduce-scatter of ``bucket``; CommunicationError where the transport failed."""
-        # Not a variable: a generator that nobody resumes would hold what is pending.
+        """Wait for the reduce-scatter of ``bucket``, as steps; raises CommunicationError if the transport failed."""
+        # No local variable for the pending operation: a generator that nobody resumes would hold it.
         if bucket.pending is None:
             return
         try:
@@ -85,7 +84,7 @@ class ReduceScatter:
         bucket.pending = None
 
     def failure(self, bucket: Bucket, error: RuntimeError) -> CommunicationError:
-        """The error to raise for one of the transport."""
+        """The error to raise for an ``error`` of the transport."""
         return CommunicationError(
             f"rank {self._groups.rank}, bucket {bucket.plan.index} with {bucket.names[0]!r}: the reduce-"
             f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
@@ -101,19 +100,19 @@ class ReduceScatter:
         return _Then(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
 
     def _add_up(self, share: Tensor, rows: Tensor, factor: float) -> None:
-        """Sum in the order of ranks."""
+        """Sum the rows in the order of ranks."""
         is_half = share.dtype in _HALVES
         total = self._pool.take(share.numel(), torch.float32, share.device) if is_half else share
         scale(total, rows[0], factor)
         for row in rows[1:]:
-            total.add_(row, alpha=factor)  # no pass of its own
+            total.add_(row, alpha=factor)  # scales and adds in one pass
         if is_half:
             share.copy_(total)
 
     def _reduce(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
         if flat.dtype in _HALVES:
             if self.from_pool and share.dtype not in _HALVES:
-                # in memory that the ranks share, where no wire has to carry twice the bytes
+                # The pool's memory is shared between the ranks, so a wider dtype sends no more bytes.
                 wide = self._pool.take(flat.numel(), share.dtype, flat.device)
                 scale(wide, flat, factor)
                 flat, factor = wide, 1.0
@@ -130,7 +129,7 @@ class ReduceScatter:
 
 
 class _Then:
-    """A Work with a function to call when it has completed."""
+    """A Work with a function that is called in ``wait()``, once."""
 
     def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
         self.work = work
@@ -148,10 +147,10 @@ class _Then:
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
-    """All-gather the shares of all ranks into ``flat``, 1-D, in their order; ``share`` may be this rank's part of it.
+    """All-gather the shares of all ranks into ``flat`` (1-D), in rank order; ``share`` may be this rank's part of it.
 
-    A share is copied to the ``pool`` first where the group offers memory; there is no pool where it lies there already.
-    Nothing is to be waited for where one rank is alone.
+    If the group offers memory, the share is first copied to ``pool``; pass None if it lies there already. Returns None
+    in a group of one rank.
     """
     if dist.get_world_size(group) == 1:
         if share.data_ptr() != flat.data_ptr():

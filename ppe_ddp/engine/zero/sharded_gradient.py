@@ -1,11 +1,11 @@
 """The ``.grad`` of a parameter whose average is sharded over the ranks: a tensor with a shape and no memory.
 
-    clear                  .grad None               autograd hands its gradient over, as ever
-    backward, averaged     .grad ShardedGradient    this rank's shard is in ``.grad`` of the weight that is updated
-    another backward       .grad the same           what autograd adds is kept beside the shard, until it is averaged
+    cleared                .grad is None                 autograd sets its gradient, as without a DistributedOptimizer
+    backward, averaged     .grad is a ShardedGradient    this rank's shard is in ``.grad`` of the optimizer's weight
+    another backward       .grad is the same             what autograd adds is kept beside the shard until averaged
 
-With None in its place it could not be seen whether the user has cleared it. So whatever clears a gradient works as
-with any other tensor: where it is gone from ``.grad`` the shard is void, and ``zero_()`` makes the shard zero.
+If ``.grad`` were None after averaging, nobody could tell whether the user has cleared it. With this tensor every way of
+clearing works: if it is gone from ``.grad`` the shard is void, and ``zero_()`` sets the shard to zero.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _ATEN = torch.ops.aten
 class GradientShard:
     """The average of one shard, and this rank's gradients that were added since.
 
-    It knows nothing of the parameter, whose ``.grad`` refers to it: such a circle would never be freed.
+    It holds no reference to the parameter, whose ``.grad`` refers to it: such a cycle would never be freed.
     """
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.local: Tensor | None = None  # what this rank's backwards have added, whole and not averaged
-        # Its ``grad`` is the average; the 1-D tensor that an optimizer updates, once one has attached it.
+        self.local: Tensor | None = None  # the whole gradients that later backwards of this rank have added
+        # Its ``grad`` is the average. It is the 1-D tensor that an optimizer updates, once attached.
         self.weight: Any = SimpleNamespace(grad=None)
 
     def attach(self, weight: Tensor) -> None:
-        """From now on the average is in ``weight.grad``, in the dtype of ``weight``."""
+        """Keep the average in ``weight.grad`` from now on, in the dtype of ``weight``."""
         value = self.value
         self.weight = weight
         self.value = None if value is None else value.to(weight.dtype)
@@ -58,7 +58,7 @@ class GradientShard:
         self.weight.grad = value
 
     def add(self, average: Tensor) -> None:
-        """Add an average: 1-D, and owned by this object from here on."""
+        """Add an average (1-D), which this object owns from here on."""
         weight = self.weight
         if isinstance(weight, Tensor) and average.dtype is not weight.dtype:
             average = average.to(weight.dtype)
@@ -66,11 +66,11 @@ class GradientShard:
         weight.grad = average if value is None else value.add_(average)
 
     def drop(self) -> None:
-        """Free both."""
+        """Free the average and the local gradients."""
         self.weight.grad = self.local = None
 
     def accumulate(self, gradient: Tensor) -> None:
-        """Add a whole gradient of this rank, not averaged."""
+        """Add a whole gradient of this rank that is not averaged yet."""
         local, gradient = self.local, gradient.detach()
         if local is None:
             self.local = gradient.clone()  # autograd may still need it
@@ -89,11 +89,12 @@ class GradientShard:
 
 
 class ShardedGradient(Tensor):
-    """The gradient of a parameter of which this rank has a shard: in ``DistributedOptimizer.param_groups``.
+    """Stands for the gradient of a parameter of which this rank keeps a shard in ``DistributedOptimizer.param_groups``.
 
-    Has shape, dtype and device of the parameter, and takes no memory. It can be cleared, set to zero, added to (by
-    autograd) and multiplied by a number; whatever needs its elements raises :class:`ppe_ddp.errors.UnusableError`.
-    It is no copy: kept and set again, it is what the shard is by then.
+    It has the shape, dtype and device of the parameter, and takes no memory. It can be cleared, set to zero, added to
+    (by autograd) and multiplied by a number. Other operations need its elements and raise
+    :class:`ppe_ddp.errors.UnusableError`. It refers to the current shard: if it is kept and set again, the shard may
+    have changed.
     """
 
     content: GradientShard
@@ -114,7 +115,7 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Apply ``func`` to the shard, where that is the same as applying it to the whole gradient."""
+        """Apply ``func`` to the shard, if that gives the shard of ``func`` of the whole gradient; else raise."""
         first = args[0]
         if is_foreach_zero(func):
             for gradient in first:
@@ -139,26 +140,25 @@ class ShardedGradient(Tensor):
 
 
 class GradientSlot:
-    """``.grad`` of one parameter, as far as it is sharded."""
+    """The sharded ``.grad`` of one parameter."""
 
     def __init__(self, shard: Shard) -> None:
         parameter = shard.parameter
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
         self._parameter = parameter
         self.name = shard.name
-        # The average, and what was added since.
         self.content = GradientShard(f"{where} of the gradient of {shard.name!r}")
-        self.mark = ShardedGradient(self.content, parameter)  # what ``.grad`` is while there is an average
+        self.mark = ShardedGradient(self.content, parameter)  # the value of ``.grad`` while there is an average
 
     @property
     def exists(self) -> bool:
-        """Whether there is an average that was not cleared: the same on all ranks that clear alike."""
+        """Whether there is an average that was not cleared; the same on all ranks, if they clear alike."""
         gradient = self._parameter.grad
         return type(gradient) is ShardedGradient and gradient.content is self.content
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether everything in ``.grad`` is averaged."""
+        """Whether ``.grad`` has no gradients of this rank that are not averaged."""
         return local_of(self._parameter.grad) is None
 
     def release(self) -> None:
@@ -168,7 +168,7 @@ class GradientSlot:
             self.content.drop()
 
     def add(self, average: Tensor) -> None:
-        """Add an average, 1-D and owned by this object from here on, to what was not cleared."""
+        """Add an average (1-D), which this object owns from here on; replaces an average that was cleared."""
         if not self.exists:
             self.content.value, self.content.local = None, local_of(self._parameter.grad)
             self._parameter.grad = self.mark
@@ -176,12 +176,12 @@ class GradientSlot:
 
 
 def local_of(gradient: Tensor | None) -> Tensor | None:
-    """The part of a ``.grad`` that this rank has computed and that is not averaged yet."""
+    """The part of a ``.grad`` that is not an averaged shard: a gradient of this rank that is yet to be averaged."""
     return gradient.content.local if type(gradient) is ShardedGradient else gradient
 
 
 def take_local(parameter: nn.Parameter) -> Tensor | None:
-    """Take :func:`local_of` out of ``.grad``, which still shows whether it was cleared."""
+    """Take :func:`local_of` out of ``.grad``; a ShardedGradient stays there."""
     gradient = parameter.grad
     if type(gradient) is ShardedGradient:
         content = gradient.content

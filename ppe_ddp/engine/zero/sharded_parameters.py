@@ -1,10 +1,10 @@
 """The shards of the plain wrapper: gradients are reduce-scattered, and updated parameters are gathered.
 
-A bucket is whatever exists in a step, so no buffer is laid out beforehand: each parameter is cut by itself (see
-``shards.py``), and every rank gets its chunks of any bucket in one message.
+Buckets may differ from step to step, so no buffer is laid out beforehand. Each parameter is cut by itself (see
+``shards.py``), and every rank gets its chunks of a bucket in one message.
 
     packed     .grad -> rows, one a rank -> reduce-scatter -> this rank's row of the average
-    in place   .grad, where it lies in memory as such rows -> reduce-scatter -> this rank's row of the average
+    in place   .grad, if its memory has the layout of the rows -> reduce-scatter -> this rank's row of the average
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class ShardedParameters(ShardedModel):
 
     @staticmethod
     def packing(packing: Packing) -> Packing:
-        """How to pack the gradients that are scattered, where they were packed in this way to be averaged."""
+        """The packing for scattered gradients, given the packing for averaged ones."""
         if packing.fixed:
-            return packing  # for hooks, which average all of it
+            return packing  # for hooks, which compute whole averages
         return replace(packing, adopt_bytes=min(packing.adopt_bytes, _ALONE_BYTES), measured=False)
 
     # ------------------------------------------------------------------ what the engine calls
@@ -93,7 +93,7 @@ class ShardedParameters(ShardedModel):
         self._index = self.indices_of(module_state)
 
     def indices_of(self, module_state: ModuleState) -> dict[int, int]:
-        """The index of the shards of each parameter; ValueError where a trainable one has none, or is another now."""
+        """From parameter index to shard index; ValueError if a trainable parameter has no shard, or has changed."""
         known = {id(shard.parameter): k for k, shard in enumerate(self.shards)}
         found: dict[int, int] = {}
         for i, (parameter, spec) in enumerate(zip(module_state.parameters, module_state.specs, strict=True)):
@@ -110,13 +110,13 @@ class ShardedParameters(ShardedModel):
         return found
 
     def with_shards(self, mask: bytes) -> bytes:
-        """``mask`` without the gradients that frozen parameters still have: nobody updates those."""
+        """Clear in ``mask`` the parameters without shards: frozen ones may still have gradients."""
         if mask != self._last_mask[0]:
             self._last_mask = mask, bytes([here and i in self._index for i, here in enumerate(mask)])
         return self._last_mask[1]
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
-        """A reduce-scattered bucket for ``plan``."""
+        """Make a reduce-scattered bucket for ``plan``."""
         transport = self._transports.get(plan.device)
         if transport is None:
             transport = ReduceScatter(self.groups, self._pool, plan.device)
@@ -128,7 +128,7 @@ class ShardedParameters(ShardedModel):
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
         """Set the gradients of this rank's shards, or add to those that were not cleared.
 
-        ``averages`` are the shards of the averages of these parameters, 1-D and nobody else's; or all of each.
+        ``averages`` has an average for each parameter: its shard (1-D, owned from here on), or the whole average.
         """
         self._may_release = True
         if isinstance(averages, AveragedShards) and self._take(indices, averages):
@@ -140,7 +140,7 @@ class ShardedParameters(ShardedModel):
             self._gradients[k].add(average)
 
     def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
-        """Set the gradients of these parameters, if all were cleared and none needs another dtype; else do nothing."""
+        """Set the gradients at once if all were cleared and none needs another dtype; else do nothing, return False."""
         places = [self._index[i] for i in indices]
         parameters = [self._parameters[k] for k in places]
         contents = [self._contents[k] for k in places]
@@ -159,7 +159,7 @@ class ShardedParameters(ShardedModel):
         flat = flattened(whole, self._specs[k])
         if self.groups.world_size == 1:
             return flat
-        return flat[self.shards[k].start : self.shards[k].stop].clone()  # the rest of it is not to live on
+        return flat[self.shards[k].start : self.shards[k].stop].clone()  # a view would keep the whole average alive
 
     def release(self) -> None:
         """Free the memory of gradients that were cleared."""
@@ -180,16 +180,16 @@ class ShardedParameters(ShardedModel):
         return self._are_averaged() or all(gradient.is_synchronized for gradient in self._gradients)
 
     def attach(self, index: int, weight: Tensor) -> None:
-        """Put the gradient of the shard at ``index`` into ``weight.grad`` from now on, as soon as it is averaged."""
+        """Put the averaged gradient of the shard at ``index`` into ``weight.grad`` from now on."""
         self._contents[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
-        """The averages since ``.grad`` was cleared, or None; raises where some gradients were never averaged."""
+        """The averages since ``.grad`` was cleared, or None; raises if some gradients are not averaged."""
         self._free_cleared()
         return [content.value for content in self._contents]
 
     def _free_cleared(self) -> None:
-        """Free what was cleared, once all has been averaged; raises where it was not."""
+        """Free averages that were cleared; raises if some gradients are not averaged."""
         for gradient in self._gradients:
             if not gradient.is_synchronized:
                 raise UnusableError(
@@ -197,24 +197,24 @@ class ShardedParameters(ShardedModel):
                     "synchronization has averaged; run the last backward outside no_sync(), or call "
                     "finish_grad_sync(), before the optimizer's step; after an error, clear the gradients"
                 )
-        self._may_release = True  # also what a user has given a weight
+        self._may_release = True  # the user may have set ``.grad`` of a weight
         self.release()
 
     def _are_averaged(self) -> bool:
-        """Whether there is an average of every gradient, and nothing was added to it: as in most steps."""
+        """Whether every parameter has an average and no local gradient, as in most steps."""
         with without_torch_function():
             are_marked = all(map(is_, map(GRADIENT, self._parameters), self._marks))
         return are_marked and all([content.local is None for content in self._contents])
 
     def assign_gradients(self) -> list[bool]:
-        """Free what was cleared; averages are written to ``.grad`` of the weights as they arrive."""
+        """Free averages that were cleared; ``.grad`` of the weights is set when averages arrive."""
         if self._are_averaged():
             return self._everywhere
         self._free_cleared()
         return [gradient.exists for gradient in self._gradients]
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Forget the averages, and what has accumulated in ``.grad``."""
+        """Clear the averages, and the gradients in ``.grad``."""
         with without_torch_function():
             if not set_to_none:
                 for index in indices:
@@ -228,7 +228,7 @@ class ShardedParameters(ShardedModel):
             self._may_release = False
 
     def write(self, index: int, values: Tensor) -> None:
-        """Set this rank's shard; ``values`` may be that very memory."""
+        """Set this rank's shard; ``values`` may be the shard's own memory."""
         shard, spec = self.shards[index], self._specs[index]
         self.write_in_place([index])
         own = shard.parameter.data_ptr() + shard.start * shard.parameter.element_size()
@@ -247,8 +247,8 @@ class ShardedParameters(ShardedModel):
             self._written[self._unit_of[index]].add(index)
 
     def gather(self, unit: int) -> Waitable | None:
-        """Start to gather the parameters of ``unit`` that were written since the last time."""
-        self.install(unit)  # of another optimizer, whose parameters share the unit
+        """Start to gather the parameters of ``unit`` that were written since the last gather."""
+        self.install(unit)  # a gather of another optimizer with parameters in this unit may be in flight
         members = sorted(self._written[unit])
         self._written[unit].clear()
         if self.groups.world_size == 1 or not members:
@@ -274,7 +274,7 @@ class ShardedParameters(ShardedModel):
             written.clear()
 
     def install(self, unit: int) -> None:
-        """Copy what was gathered into the parameters."""
+        """Copy the gathered values into the parameters."""
         if unit in self._under_way:
             gather, pending = self._under_way.pop(unit)
             if pending is not None:
@@ -285,7 +285,7 @@ class ShardedParameters(ShardedModel):
 
 
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
-    """Parameters that travel together: of one dtype and device, in their order; a large one alone."""
+    """Group parameters that are gathered together: of one dtype and device, in order; a large one alone."""
     units: list[list[int]] = []
     is_open: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -305,7 +305,7 @@ def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
 
 
 class AveragedShards(list["Tensor"]):
-    """This rank's shards of some averages: 1-D each, and owned by nobody else."""
+    """This rank's shards of some averages: 1-D each, in memory that nobody else uses."""
 
 
 class ReduceScatterBucket(Bucket):
@@ -328,7 +328,7 @@ class ReduceScatterBucket(Bucket):
         self._transport = transport
         self._rows = rows
         world_size = context.groups.world_size
-        # The others have the same chunks along their first dimension.
+        # Members whose chunks do not end between two rows of the first dimension; they have to be flattened.
         self._ragged = [k for k, spec in enumerate(self.specs) if not spec.shape or spec.shape[0] % world_size]
         self._message: Tensor | None = None
         self._row: Tensor | None = None
@@ -354,7 +354,7 @@ class ReduceScatterBucket(Bucket):
             raise self._transport.failure(self, error) from error
 
     def _gradient_as_rows(self) -> Tensor | None:
-        """The rows, if the bucket is a single gradient whose memory can be used as such; else None."""
+        """The gradient's memory as rows, if the bucket has one gradient whose memory can be used; else None."""
         gradient, world_size = self.gradients[0], self.groups.world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
@@ -363,10 +363,10 @@ class ReduceScatterBucket(Bucket):
         return gradient.as_strided((world_size, self._rows.width), (self._rows.width, 1))
 
     def _gradients_to_cut(self) -> list[Tensor]:
-        """The gradients, flattened where they are to be cut elsewhere than between two of their rows."""
+        """The gradients for :meth:`Rows.fill`; flattened, except those that are cut between two rows."""
         dtype, specs = self.plan.dtype, self.specs
         flats = [gradient for gradient in self.gradients if gradient is not None]
-        if self.plan.row_major and len(flats) == len(specs):  # which is faster
+        if self.plan.row_major and len(flats) == len(specs):  # faster than flattening each
             for k in self._ragged:
                 flats[k] = flats[k].reshape(-1)
         else:

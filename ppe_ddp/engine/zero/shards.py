@@ -1,18 +1,18 @@
-"""The contract between a distributed optimizer (ZeRO-1) and a model whose gradients are reduce-scattered; even shards.
+"""The interface between a distributed optimizer (ZeRO-1) and a model with reduce-scattered gradients; even shards.
 
     parameters   |    A    |  B  |     C     |          in the layout of the model's wrapper
     shards       | 0  |  1    |   2   |  3   |          each rank owns a range of each parameter, perhaps an empty one
 
-The optimizer knows neither buffers nor collectives: it asks for the gradients of this rank's shards, writes new
-values, and lets the wrapper gather the parameters, unit by unit. Without buffers, each parameter is cut by itself:
+The optimizer knows neither buffers nor collectives. It asks for the gradients of this rank's shards, writes new values,
+and lets the wrapper gather the parameters, unit by unit. A wrapper without buffers cuts each parameter by itself:
 
     parameter A  (5 elements)     0 1 2 | 3 4          rank 0 owns 0 1 2, rank 1 owns 3 4
     parameter B  (4 elements)     5 6   | 7 8
     rows         chunk 0 of all   0 1 2 5 6            the message: one row a rank, so that rows can be
                  chunk 1 of all   3 4 . 7 8            reduce-scattered and all-gathered in equal parts
 
-Any parameters make up such rows, so a bucket can be what this step has. A tensor is flattened in the order of its
-memory where that is dense (``channels_last`` too), else in the order of indices.
+Any set of parameters can be laid out as such rows, so each step may have other buckets. A tensor is flattened in the
+order of its memory if that is dense (``channels_last`` too), else in the order of indices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Shard:
     parameter: nn.Parameter  # whole on every rank
     name: str  # the parameter's name in the module
     start: int  # first element, counted in the flattened parameter
-    stop: int  # one behind the last; equal to ``start`` where this rank owns nothing of it
+    stop: int  # one behind the last; equal to ``start`` for an empty shard
 
     @property
     def numel(self) -> int:
@@ -58,9 +58,9 @@ class Copies:
     """Tells which shards are copies of another rank's, so that a norm counts each element once. Here, none are.
 
     Attributes:
-        parents: The user's groups over which what is true of the whole model is agreed: norms, and inf.
+        parents: The user's groups whose ranks agree on properties of the whole model: the norm of gradients, and inf.
         are_splits_marked: Whether it is known which parameters are split over ranks, and which are copies.
-        are_of_parts: Whether ranks may have other parts of the model, and so gradients where others have none.
+        are_of_parts: Whether ranks may have different parts of the model, and so different parameters with gradients.
     """
 
     are_splits_marked = True
@@ -72,14 +72,14 @@ class Copies:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks with other parts of a layer or of the pipeline have to agree."""
+        """Whether ranks with other parts of a layer or of the pipeline take part in the agreement."""
         return len(self.parents) > 1
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
-        """Let all ranks that have a part of the model agree; what one of them raises inside is told to the others.
+        """A context in which all ranks that have a part of the model agree; it reports an error to the other ranks.
 
-        Raises PeerAbortedError where another rank has raised, CommunicationError where one is lost.
+        Raises PeerAbortedError if another rank has raised, CommunicationError if a rank is lost.
         """
         try:
             yield
@@ -93,14 +93,14 @@ class Copies:
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
 
-    def leave(self, error: BaseException) -> None:  # who shares all parameters is told where they are gathered
-        """An optimizer's step has ended by ``error`` here, and others are left out: nothing more is agreed on."""
+    def leave(self, error: BaseException) -> None:  # here, the gather of parameters tells all ranks
+        """Tell ranks outside the group that an optimizer's step has failed here with ``error``."""
 
-    def note_failed_update(self) -> None:  # who shares all parameters is told where they are gathered
-        """An optimizer's step has failed here: ranks that have copies of the same parameters have to hear of it."""
+    def note_failed_update(self) -> None:  # here, the gather of parameters tells all ranks
+        """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
-        """Whether ``shard`` adds to the norm; ``names``, of what was counted already, is changed in place."""
+        """Whether ``shard`` counts in the norm; ``names``, the parameters counted so far, is changed in place."""
         return True
 
 
@@ -111,11 +111,11 @@ class ShardedModel(ABC):
         shards: One for each trainable parameter, the same parameters in the same order on every rank.
         units: Positions in ``shards`` of the parameters that are gathered together, in the order in which a
             forward is expected to need them. Each parameter is in one unit.
-        copies: Which shards are copies of another rank's.
+        copies: Tells which shards are copies of another rank's.
     """
 
     groups: Groups
-    """Where the wrapper sends."""
+    """The groups in which the wrapper communicates."""
     has_even_shards = True
     """Whether each rank owns the chunk of each flattened parameter that ``torch.chunk`` would give it."""
     shards: Sequence[Shard]
@@ -129,7 +129,7 @@ class ShardedModel(ABC):
 
     @property
     def is_synchronized(self) -> bool:
-        """Whether everything that was accumulated is averaged, so that ``gradients()`` does not raise."""
+        """Whether all accumulated gradients are averaged, so that ``gradients()`` does not raise."""
         return True
 
     @abstractmethod
@@ -138,21 +138,22 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def attach(self, index: int, weight: Tensor) -> None:
-        """Take ``weight`` (1-D, ``shard.numel``) as what the optimizer updates of the shard at ``index``.
+        """Attach ``weight`` (1-D, ``shard.numel``), which the optimizer updates in place of the shard at ``index``.
 
-        Its gradient is in ``weight.grad`` from now on, in its dtype; see :meth:`assign_gradients`.
+        From now on the shard's gradient is in ``weight.grad``, in the dtype of ``weight``; see
+        :meth:`assign_gradients`.
         """
 
     @abstractmethod
     def assign_gradients(self) -> list[bool]:
-        """Bring ``.grad`` of all attached weights up to date, before they are looked at.
+        """Bring ``.grad`` of all attached weights up to date, before the optimizer reads them.
 
-        There is one such gradient, and the optimizer's changes to it (to unscale, to clip), in place or by another
-        tensor in its place, stay until the next synchronization, which adds to it unless it was cleared. (Where
-        gradients add up in memory of the wrapper's own, they add up there: a copy or another tensor is then replaced.)
+        The optimizer may change such a gradient (to unscale, to clip), in place or by assigning another tensor. The
+        change stays until the next synchronization, which adds to the gradient unless it was cleared. (A wrapper that
+        accumulates gradients in memory of its own adds there, and replaces an assigned tensor.)
 
         Returns:
-            For each shard, whether there is a gradient on some rank: the same on every rank.
+            For each shard, whether some rank has a gradient: the same on every rank.
 
         Raises:
             RuntimeError: There are gradients that no synchronization has averaged.
@@ -160,28 +161,28 @@ class ShardedModel(ABC):
 
     @abstractmethod
     def write(self, index: int, values: Tensor) -> None:
-        """Set the shard at ``index`` to ``values`` (1-D, ``shard.numel``, any floating dtype), on this rank only."""
+        """Set the shard at ``index`` to ``values`` (1-D, ``shard.numel``, any floating dtype); local."""
 
     @abstractmethod
     def write_in_place(self, indices: Sequence[int]) -> None:
-        """Note that the shards at ``indices`` have new values, which were written into the parameters themselves."""
+        """Note that the optimizer has written new values of the shards at ``indices`` into the parameters."""
 
     @abstractmethod
     def gather(self, unit: int) -> Waitable | None:
-        """Start to gather what was written to all ranks; every rank calls this for the same units in the same order."""
+        """Start to gather the written shards; every rank calls this for the same units in the same order."""
 
     @abstractmethod
     def install(self, unit: int) -> None:
-        """Called when ``gather(unit)`` was waited for: from here on the parameters have their new values."""
+        """Give the parameters of ``unit`` their new values; called when the result of ``gather(unit)`` has arrived."""
 
     def abandon(self, unit: int | None = None) -> None:  # noqa: B027  # some keep nothing beside the parameters
-        """Forget what was written, and what is being gathered, as a rank has failed; or that ``unit`` alone is."""
+        """Forget written shards and gathers in flight after a failure; with ``unit``, only the gather of that unit."""
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
 
-        Here, only what has accumulated in ``.grad``; a wrapper that keeps gradients elsewhere clears those too,
-        unless a call of its own is meant for that.
+        This base clears ``.grad`` only. A wrapper that keeps gradients elsewhere clears those, too, unless it has a
+        call of its own for that.
         """
         for index in indices:
             parameter = self.shards[index].parameter
@@ -192,7 +193,7 @@ class ShardedModel(ABC):
 
 
 def chunk_of(numel: int, world_size: int) -> int:
-    """The length of every chunk but the last ones, which may be shorter or empty: that of ``torch.chunk``."""
+    """The length of a chunk, as in ``torch.chunk``; the last chunks may be shorter or empty."""
     return -(-numel // world_size)
 
 
@@ -203,12 +204,12 @@ def bounds_of(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def is_dense(tensor: Tensor, spec: ParameterSpec) -> bool:
-    """Whether the memory of ``tensor`` is the flattened tensor."""
+    """Whether the memory of ``tensor``, read in order, is the flattened tensor."""
     return tensor.layout is torch.strided and tuple(tensor.stride()) == spec.stride
 
 
 def flattened(tensor: Tensor, spec: ParameterSpec) -> Tensor:
-    """``tensor`` in one dimension: its own memory where that is dense, else a copy."""
+    """Flatten ``tensor`` to one dimension: a view of its memory if that is dense, else a copy."""
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     if not is_dense(tensor, spec):
@@ -218,7 +219,7 @@ def flattened(tensor: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 class Rows:
-    """The flattened tensors of some parameters as one row of chunks a rank."""
+    """The layout of some flattened parameters as rows: row r has the r-th chunk of each parameter."""
 
     def __init__(self, specs: Sequence[ParameterSpec], rank: int, world_size: int) -> None:
         numels = [spec.numel for spec in specs]
@@ -232,22 +233,22 @@ class Rows:
         self.numel = self.width * world_size  # of all rows
 
     def fill(self, rows: Tensor, flats: Sequence[Tensor]) -> None:
-        """Put flattened tensors into ``rows`` (world size x width). What is behind a short chunk becomes zero.
+        """Copy flattened tensors into ``rows`` (world size x width); padding becomes zero.
 
-        One whose first dimension is a multiple of the world size need not be flattened.
+        A tensor whose first dimension is a multiple of the world size need not be flattened.
         """
         present = [flat for flat in flats if flat.numel()]
         chunk_cat(present, self._world_size, out=rows)
 
     def parts(self, row: Tensor) -> list[Tensor]:
-        """Views of one row: the chunk of this rank, without padding, of each parameter."""
+        """Views of this rank's row: its chunk of each parameter, without padding."""
         parts = list(row.split(self._chunks))
         for k, size in self._short:
             parts[k] = parts[k][:size]
         return parts
 
     def pairs(self, rows: Tensor, flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of ``flats`` and of ``rows`` that hold the same elements, to copy the one into the other."""
+        """Views of ``flats`` and of ``rows`` that hold the same elements, in pairs, for a copy."""
         whole: list[Tensor] = []
         cut: list[Tensor] = []
         for flat, chunk, offset in zip(flats, self._chunks, self._offsets, strict=True):
