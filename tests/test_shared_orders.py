@@ -287,7 +287,7 @@ def test_every_order_of_three_ranks_is_sound():
     assert min(search_queue(3, 1), search_pages(3, 2)) > 10_000
 
 
-FENCE = "    fence()  # either it sees that, or this rank sees that it has closed\n"
+FENCE = "    fence()  # a rank that closes either sees that this one acts, or this one sees that it has closed\n"
 BUGS = [
     Mutant("a rank acts before others can see that", StepQueue, "_act", FENCE, ""),
     Mutant(

@@ -23,6 +23,8 @@ def ask(name, words):
     """Have these words run, and end as what they are."""
     import marshal
 
+    passed_on = (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until it is known to whom
     streams = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
     request = marshal.dumps((os.getcwd(), dict(os.environ), words, streams))
     server = socket.socket(socket.AF_UNIX)
@@ -30,8 +32,9 @@ def ask(name, words):
     socket.send_fds(server, [b"%*d" % (_HEAD, len(request))], streams)
     server.sendall(request)
     pid = int(server.recv(_HEAD))
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in passed_on:
         signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     code = int(server.recv(_HEAD) or -signal.SIGKILL)
     if code < 0:
         if -code != signal.SIGKILL:
