@@ -181,7 +181,7 @@ class PeerProcesses:
             for rank, (address, page) in self._pages.items()
             if _progress(*_position(page, address.record)[:3]) < completed
             and _state(page, address.record) is not _RecordState.CLOSED
-            and self.condition(rank)[0] in (Condition.RUNNING, Condition.STOPPED)  # a stopped process may continue
+            and self.condition(rank)[0] is Condition.RUNNING
         ]
 
     def leave(self, text: str) -> None:
