@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 VARIANTS = [{"gradient_as_bucket_view": False}, {"bucket_cap_mb": 1e-6}, {}, {"overlap": False}]
+each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 500
-each_variant = pytest.mark.parametrize("options", VARIANTS, ids=["copied", "adopted", "views", "after"])
 
 
 def long(*values):

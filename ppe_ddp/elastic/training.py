@@ -400,19 +400,18 @@ class ElasticTraining:
         self._broadcast(content, source)
         if quorum.rank == source:
             for tensor in large:
-                for piece in _bytes_of(tensor.detach().cpu().contiguous()).split(_PIECE_NBYTES):
+                for piece in _pieces_of(tensor.detach().cpu().contiguous()):
                     self._broadcast(piece, source)
             return
-        piece, joins = torch.empty(_PIECE_NBYTES, dtype=torch.uint8), committed[quorum.rank] < 0
+        scratch, joins = torch.empty(_PIECE_NBYTES, dtype=torch.uint8), committed[quorum.rank] < 0
 
         def receive(tensor: Tensor) -> Tensor:
             if not (tensor.is_meta and tensor.nbytes >= _LARGE_NBYTES):
                 return tensor
-            into = _bytes_of(torch.empty_like(tensor, device="cpu")) if joins else None
-            for begin in range(0, tensor.nbytes, _PIECE_NBYTES):
-                end = min(begin + _PIECE_NBYTES, tensor.nbytes)
-                self._broadcast(piece[: end - begin] if into is None else into[begin:end], source)
-            return tensor if into is None else into.view(tensor.dtype).view(tensor.shape)
+            received = torch.empty_like(tensor, device="cpu") if joins else tensor
+            for piece in _pieces_of(received):
+                self._broadcast(scratch[: piece.numel()] if piece.is_meta else piece, source)
+            return received
 
         state = _each_tensor(torch.load(io.BytesIO(content.numpy().data), weights_only=True), receive)
         if joins:
@@ -498,8 +497,10 @@ def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _pieces_of(tensor: Tensor) -> Sequence[Tensor]:
+    """The memory of a contiguous tensor as bytes, in the pieces in which it is sent."""
+    pieces: Sequence[Tensor] = tensor.view(-1).view(torch.uint8).split(_PIECE_NBYTES)
+    return pieces
 
 
 def _row(place: int, length: int, seed: int) -> int:
