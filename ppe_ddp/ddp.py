@@ -365,6 +365,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             DisagreementError: On every rank, with the same text; names the tensors that differ, and the ranks.
         """
         if (reducer := self._ready()) is not None:
+            reducer.synchronizer.check()  # else messages might differ in length, and gloo could end the process
             check_in_sync(reducer.synchronizer.negotiation, self._module_state, reducer.groups)
 
     def rank_times(self) -> list[RankTime]:
@@ -440,13 +441,18 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             RuntimeError: There is a compressor or a hook of torch's kind already.
         """
         handle = self._hooks.add(state, hook)
-        if handle is None:
+        if handle is not None:
+            return handle
+        if (reducer := self._reducer) is None or self._hooks.compressor is None:
             self._use_hooks()
-            if self._hooks.compressor is not None and self._reducer is not None:
-                self._reducer.synchronizer.negotiation.check()
-                self._reducer.groups.await_start()
-                warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
-        return handle
+            return None
+        reducer.recover()
+        reducer.synchronizer.check()  # all ranks count the same steps now, even after a failure
+        self._use_hooks()
+        reducer.synchronizer.negotiation.check()
+        reducer.groups.await_start()
+        warn_of_one_machine(self._hooks.compressor, reducer.groups)
+        return None
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank, and of the learned order of buckets.

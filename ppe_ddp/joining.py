@@ -13,7 +13,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
-from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
@@ -86,7 +85,7 @@ class DdpJoinHook(JoinHook):
         """Wait for the next synchronization; False once all ranks have run out. After a failure it connects again."""
         while True:
             self._before()
-            self._connect(reducer)
+            reducer.synchronizer.connect_again()
             try:
                 return _any_announces(reducer.groups)
             except Exception as error:
@@ -95,11 +94,6 @@ class DdpJoinHook(JoinHook):
                     raise told from error
                 if told.step is not None and told.step > reducer.groups.step:
                     reducer.groups.step += 1  # the failed step, which was not announced here
-
-    def _connect(self, reducer: Reducer[BucketSynchronizer]) -> None:
-        while reducer.synchronizer.must_renew():
-            with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
-                Completion(reducer.synchronizer.renewing(), reducer.groups).finish()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that has trained to the end."""

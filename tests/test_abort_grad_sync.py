@@ -11,8 +11,9 @@ from torch import nn
 
 import test_megatron_graphs as graphs
 from failing import SECONDS
-from one_process import assert_gradients, data, mean_gradients, mlp, seeded, square
+from one_process import assert_gradients, data, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp.compression import RandomK
 from ppe_ddp.megatron import DistributedDataParallel as Megatron
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_three_ranks, on_two_ranks
@@ -149,6 +150,42 @@ def test_what_has_its_averages_already_is_not_given_up():
         if step != 1:
             mean = mean_gradients(second.module, lambda model, other, step=step: square(model, other, step))
             assert_gradients(second.module, mean)
+
+
+def fail_a_step(wrapper, *, known):
+    """Rank 1 gives a step up; with `known` the other ranks hear of it in this step, and else in what they do next."""
+    if known:
+        give_up(wrapper, 1)
+    elif dist.get_rank() == 1:
+        wrapper(data(5, 4)).sum()
+        wrapper.abort_grad_sync()
+
+
+@on_three_ranks
+def test_parameters_are_compared_after_a_failed_step():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    mean = mean_gradients(module, square)
+    for known in (False, True, False):
+        fail_a_step(wrapper, known=known)
+        wrapper.check_in_sync()
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, mean)
+
+
+@on_three_ranks
+def test_a_compressor_is_registered_after_a_failed_step():
+    """Its ranks draw the same elements if they count the same steps."""
+    rank = dist.get_rank()
+    for known in (False, True):
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+        square(wrapper, rank)
+        fail_a_step(wrapper, known=known)
+        wrapper.register_comm_hook(RandomK(0.5, min_numel=0))
+        assert len(set(of_all_ranks(wrapper.comm_state_dict()["steps"]))) == 1
+        square(wrapper, rank)
+        wrapper.check_in_sync()
 
 
 def give_megatrons_up(model, culprit, step, how):

@@ -1,5 +1,6 @@
 """Compression on several nodes: ranks of a node sum exactly, and compress what goes between the nodes."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ import test_compression as flat
 import test_dropped_steps as dropping
 from node_worlds import in_own_world, some, worlds
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.compression.comm_state import SliceOwners, hierarchy_of
 from ppe_ddp.engine.plan import ParameterSpec
@@ -112,6 +113,39 @@ def test_each_node_sends_each_gradient_once(world):
         assert sorted(itertools.chain(*(found[rank][0] for rank in node))) == names
         assert sum(found[rank][2] for rank in node) == found[0][3]
     assert all(sizes == {len(layout)} for _, sizes, *_ in found)
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
+@pytest.mark.parametrize("closed_on", ["one rank", "every rank"])
+def test_registered_after_a_failed_step_a_compressor_has_the_same_slices(world, closed_on):
+    found = call(world, names_after_a_failed_step, closed_on)
+    for usual, names in found:
+        assert names == usual
+
+
+def names_after_a_failed_step(closed_on):
+    """The parameters that this rank compresses: in a new wrapper, and after a failed step."""
+
+    def step(model, rank):
+        model(data(5, 64, rank=rank)).sum().backward()
+
+    rank, fresh, late = dist.get_rank(), Seen(), Seen()
+    new = wrapped(seeded(lambda: mlp(64, 64, 64, 64)), fresh)
+    step(new, rank)
+    module = seeded(lambda: mlp(64, 64, 64, 64))
+    wrapper = DistributedDataParallel(module)
+    step(wrapper, rank)
+    if closed_on == "every rank" or rank == 1:
+        wrapper.abort_grad_sync()
+    wrapper.register_comm_hook(late)
+    expected = mean_gradients(module, step)
+    for _ in range(2):  # the first is lost where a rank hears of the failure in it
+        late.names.clear()
+        wrapper.zero_grad()
+        with contextlib.suppress(PeerAbortedError):
+            step(wrapper, rank)
+    assert_gradients(module, expected)
+    return sorted(fresh.names), sorted(late.names)
 
 
 def layout_of():

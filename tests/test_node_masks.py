@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ppe_ddp.backends.group_internals import nodes_of
 from ppe_ddp.engine.plan import NodeMasks
-from ppe_ddp.engine.reduction import node_masks
 
 BYTE = st.integers(0, 1)
 
@@ -52,11 +52,24 @@ def test_one_node_of_many_does_not_send_nearly_all(sizes, gains):
     assert any(nodes) == gains
 
 
-def test_a_group_that_knows_no_nodes_has_no_such_masks(two_ranks):
-    assert two_ranks.run(masks_of_the_default_group) == [True, True]
+@pytest.mark.parametrize("nodes", [(), ((0, 1),), tuple((rank,) for rank in range(255))])
+def test_one_node_or_too_many_have_no_such_masks(nodes):
+    assert NodeMasks.of(nodes, 0) is None
 
 
-def masks_of_the_default_group():
+def test_a_rank_is_counted_by_its_node():
+    assert [NodeMasks.of(((0, 2), (1,)), rank) for rank in range(3)] == [
+        NodeMasks(0, 2),
+        NodeMasks(1, 2),
+        NodeMasks(0, 2),
+    ]
+
+
+def test_a_group_of_torch_knows_no_nodes(two_ranks):
+    assert two_ranks.run(nodes_of_the_default_group) == [(), ()]
+
+
+def nodes_of_the_default_group():
     import torch.distributed as dist
 
-    return node_masks(dist.group.WORLD, dist.get_rank()) is None
+    return nodes_of(dist.group.WORLD)

@@ -123,6 +123,13 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node, if ``group`` spans several and sends CPU tensors by node (``sum_of_node``); else none."""
+    backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
+    nodes: tuple[tuple[int, ...], ...] = backend.nodes if hasattr(backend, "sum_of_node") else ()
+    return nodes
+
+
 def backends_named(config: str) -> dict[str, str]:
     """The backends by device type for ``config``, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return dict(c10d.BackendConfig(dist.Backend(config)).get_device_backend_map())

@@ -49,7 +49,6 @@ class CommState:
         self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
         self._steps = 0
         self._offset: int | None = None
-        self._nodes: list[list[int]] = []  # the ranks of each node, if ranks share memory on several nodes
 
     def of(self, name: str) -> dict[str, Any]:
         """The state of the parameter ``name``: always the same dict, to be changed in place."""
@@ -128,9 +127,8 @@ class CommState:
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
         """Count steps in ``groups`` from now on; a copy continues the count. All ranks call this together."""
-        hierarchy = self._look_for_nodes(groups)
-        if hierarchy is not None:
-            self.owners.add(specs, hierarchy.layout.slices)
+        if nodes := _sharing(groups):
+            self.owners.add(specs, max(map(len, nodes)))
         if self._offset is None:
             self._offset = self._steps - groups.step  # the ranks agree on groups.step when they connect
 
@@ -212,15 +210,9 @@ class CommState:
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
 
     def _identity(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
-        self._look_for_nodes(groups)
-        job = {"rank": groups.rank, "world_size": groups.world_size, "nodes": self._nodes}
+        nodes = [list(node) for node in _sharing(groups)]
+        job = {"rank": groups.rank, "world_size": groups.world_size, "nodes": nodes}
         return {**job, "compressor": repr(compressor)}
-
-    def _look_for_nodes(self, groups: Groups) -> Hierarchy | None:
-        hierarchy = hierarchy_of(groups.buckets)
-        if not (groups.is_duplicate and groups.is_closed):  # after a failure, keep the nodes known before
-            self._nodes = [] if hierarchy is None else [list(node) for node in hierarchy.layout.nodes]
-        return hierarchy
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the offset: a copy of a wrapper has groups of its own, with another step count."""
@@ -236,6 +228,11 @@ def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
         if parameters is None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
         updated.update(map(id, parameters))
+
+
+def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each node, if there are several nodes and ranks share memory on one; else none."""
+    return groups.nodes if any(len(node) > 1 for node in groups.nodes) else ()
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:

@@ -30,6 +30,7 @@ from ppe_ddp.backends.group_internals import (
     forget_destroyed,
     is_registered,
     kept_with,
+    nodes_of,
     store_of,
     timeout_of,
 )
@@ -64,6 +65,7 @@ from ppe_ddp.engine.group_duplicates import (
     release_all,
 )
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
+from ppe_ddp.engine.plan import NodeMasks
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError, clear_frames
 from ppe_ddp.waiting import paced, progress_engine
 
@@ -147,6 +149,7 @@ class Groups:
         self._reason = ""  # why they are unusable
         self._starts = 0
         self._releases: dict[str, Release] = {}  # of closed duplicates
+        self._note_nodes()
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
 
@@ -386,11 +389,20 @@ class Groups:
                 shared_memory=self.shared_memory,
                 before_each=lambda name: self._share(f"makes/{name}", ""),
             )
+        self._note_nodes()
         self._starts = 0
         while self._outdated:
             self._outdated.pop().forget()  # all ranks have agreed, so none reads earlier reports
         self._renewals.end()
         self._enter(Life.OPEN)
+
+    def _note_nodes(self) -> None:
+        """Note the nodes of the connections. They stay known while the groups are closed, as ranks close at any time.
+
+        Each rank may change its module by itself then, and must come to the same masks and slices as the others.
+        """
+        self.nodes = nodes_of(self.buckets)
+        self.node_masks = NodeMasks.of(self.nodes, self.rank)
 
     @property
     def _made_as(self) -> str:

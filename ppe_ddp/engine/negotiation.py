@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.completion import ResultSteps, Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import NodeMasks, Packing
+    from ppe_ddp.engine.plan import Packing
     from ppe_ddp.engine.record import Recorder
 
 
@@ -201,8 +201,8 @@ class Negotiation:
         self._learned_field = b""  # ... and its digest
         self._before, self._after = bytes(groups.rank), bytes(groups.world_size - groups.rank - 1)  # a byte a rank
         self._generation = groups.generation
-        self.node_masks: NodeMasks | None = None
-        """Encodes which node has each gradient; None if that does not matter. The same on all ranks."""
+        self.sends_by_node = False
+        """Whether a gradient of one node only is sent by that node. The same on all ranks."""
 
     def use_module(self, module_state: ModuleState) -> None:
         """Negotiate on the parameters of ``module_state`` from now on; keep what was learned if the specs are equal."""
@@ -243,7 +243,7 @@ class Negotiation:
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
         expanded = self._module_state.expanded()
         fields = {"expanded": bytes([bool(expanded)])}
-        if self._groups.is_closed or self._generation != self._groups.generation:
+        if self._generation != self._groups.generation:
             self._restart()  # after a failure the ranks may have messages of different lengths
         agreement = MaskExchange(self._exchanger, fingerprint(lines), fields).result()
         if not agreement.same:
@@ -299,8 +299,8 @@ class Negotiation:
         same = "" if is_vote or self._negotiate else local.hex()
         digest = blake2b(f"{self._place} {same}".encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
-        if self.node_masks is not None:
-            fields["present"], fields["nodes"] = self.node_masks.written(local)
+        if self.sends_by_node and groups.node_masks is not None:
+            fields["present"], fields["nodes"] = groups.node_masks.written(local)
         fields |= said
         if not is_vote:
             fields["learned"] = self._digest_of_learned()
@@ -343,10 +343,10 @@ class Negotiation:
         if fields.pop("learned", None) != exchange.fields.get("learned"):
             self._forget()  # a single rank has changed its module, or loaded an order
         mask = fields.pop("present")
-        if self.node_masks is not None:
+        if self.sends_by_node and self._groups.node_masks is not None:
             specs = self._module_state.specs
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
-            mask, nodes = self.node_masks.read(mask, fields.pop("nodes"), sizes)
+            mask, nodes = self._groups.node_masks.read(mask, fields.pop("nodes"), sizes)
         return Agreement(mask, nodes=nodes, **fields)
 
     def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:

@@ -295,7 +295,7 @@ def fingerprint(lines: Sequence[str]) -> bytes:
     return digest.digest()
 
 
-MOST_NODES = 254  # that fit into a byte
+_MOST_NODES = 254  # that fit into a byte
 _IS_PRESENT = bytes([0, *[1] * 255])
 
 
@@ -305,6 +305,13 @@ class NodeMasks:
 
     node: int  # the number of this rank's node
     count: int  # the number of nodes
+
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[int]], rank: int) -> NodeMasks | None:
+        """The masks of ``rank`` if each of ``nodes`` has these ranks; None for one node, or too many."""
+        if not 1 < len(nodes) <= _MOST_NODES:
+            return None
+        return cls(next(number for number, ranks in enumerate(nodes) if rank in ranks), len(nodes))
 
     def written(self, local: bytes | bytearray) -> tuple[bytes, bytes]:
         """The two fields for a mask of one byte a parameter, nonzero if this rank has the gradient."""

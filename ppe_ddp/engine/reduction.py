@@ -12,12 +12,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import backend_for, default_group, device_types
+from ppe_ddp.backends.group_internals import backend_for, default_group
 from ppe_ddp.contracts import Division, is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress, awaited_once
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
-from ppe_ddp.engine.plan import MOST_NODES, NodeMasks
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import is_plain_average, name_of
 
@@ -84,10 +83,6 @@ class Reduction(ABC):
     @abstractmethod
     def title(self) -> str:
         """Its name, for messages."""
-
-    def node_masks(self) -> NodeMasks | None:
-        """Encodes which gradients exist on one node only; None if that makes no difference."""
-        return None
 
     def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
         """Start one all-reduce; for a bucket of one node only, start the message of that node instead."""
@@ -196,18 +191,11 @@ class FunctionReduction(Reduction):
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
-        # Asked once: while its connections are closed after a failure, a group knows no nodes. A rank that lists its
-        # module anew then would write masks of another form than the others.
-        self._node_masks = node_masks(groups.buckets, groups.rank) if self.is_plain_average else None
 
     def division(self, device: torch.device) -> Division:
         """As the function declares; for plain averages, this library divides unless the backend has ReduceOp.AVG."""
         is_divided = device.type not in self._averaging if self.is_plain_average else self._takes_divided
         return Division.DONE if is_divided else Division.BY_FUNCTION
-
-    def node_masks(self) -> NodeMasks | None:
-        """The masks of the group, if its backend knows nodes and this is the default function."""
-        return self._node_masks
 
     @property
     def title(self) -> str:
@@ -336,12 +324,3 @@ def annotate(error: Exception, note: str) -> None:
     """Add ``note`` to ``error``, if this Python can do that."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
-
-
-def node_masks(group: ProcessGroup, rank: int) -> NodeMasks | None:
-    """The masks for the nodes of ``group``; None if its backend does not know nodes. The same on all ranks."""
-    backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
-    nodes: Sequence[Sequence[int]] = backend.nodes if hasattr(backend, "sum_of_node") else ()
-    if not 1 < len(nodes) <= MOST_NODES:
-        return None
-    return NodeMasks(next(number for number, ranks in enumerate(nodes) if rank in ranks), len(nodes))

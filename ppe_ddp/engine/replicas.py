@@ -250,7 +250,6 @@ def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: G
     Raises:
         DisagreementError: On every rank, with the same text; names the tensors that differ, and the ranks.
     """
-    negotiation.check()  # else messages might differ in length, and gloo could end the process
     tensors: dict[str, Tensor] = dict(zip(module_state.names, module_state.parameters, strict=True))
     if negotiation.buffers():
         tensors.update(module_state.buffers())

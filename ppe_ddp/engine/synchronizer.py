@@ -13,7 +13,7 @@ buffers that are laid out once (``ppe_ddp.megatron``).
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_, gt, or_
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ppe_ddp.engine.backward import Phase, Synchronizer
 from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import APART, TOGETHER
+from ppe_ddp.engine.completion import APART, TOGETHER, Completion
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
@@ -42,6 +42,7 @@ from ppe_ddp.engine.replicas import (
     sources_of,
 )
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
+from ppe_ddp.errors import PeerAbortedError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
@@ -160,7 +161,7 @@ class BucketSynchronizer(Synchronizer):
         )
         # A function of the user's computes whole averages, so its buckets are not reduce-scattered.
         shards = self.sharded_parameters if self.reduction.is_plain_average else None
-        self.negotiation.node_masks = self.reduction.node_masks() if shards is None else None
+        self.negotiation.sends_by_node = self.reduction.is_plain_average and shards is None
         return buckets_of_plans(context, self.gradients.buffers, None if shards is None else shards.bucket)
 
     def use_reduction(self, reduction: Reduction, packing: Packing) -> None:
@@ -170,6 +171,26 @@ class BucketSynchronizer(Synchronizer):
         self.negotiation.repack(own)
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
         self._buckets_of = self._make_buckets()
+
+    def connect_again(self) -> None:
+        """Make new connections in place of closed ones, outside of a step; all ranks must call this together."""
+        while self.must_renew():
+            with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
+                Completion(self.renewing(), self._groups).finish()
+
+    def check(self) -> None:
+        """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
+
+        After a failure all ranks connect again, also those that had completed the step before they hear of it.
+        """
+        while True:
+            self.connect_again()
+            try:
+                self.negotiation.check()
+            except PeerAbortedError as error:
+                self._groups.fail(error, "")
+            else:
+                return
 
     def shard(self) -> ShardedParameters:
         """Keep only this rank's shards of averages from now on. All ranks must call this together."""
@@ -182,7 +203,7 @@ class BucketSynchronizer(Synchronizer):
             pairs = zip(self._module_state.names, self._module_state.parameters, strict=True)
             frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
-            self.negotiation.check()
+            self.check()
             self._groups.await_start()
             self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
             self.use_reduction(self.reduction, self._packing)
@@ -250,7 +271,7 @@ class BucketSynchronizer(Synchronizer):
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
-        masks = self.negotiation.node_masks
+        masks = self._groups.node_masks
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.BUCKET, bucket.plan.index)

@@ -284,7 +284,7 @@ MUTANTS = [
             "work.wait()",
         ),
         ("join: NaN ends it", JOIN, "_listen", ", NonFiniteGradientError", ""),
-        ("join: who has run out does not connect again", JOIN, "_hears", "self._connect(reducer)", "pass"),
+        ("join: who has run out does not connect again", JOIN, "_hears", "reducer.synchronizer.connect_again()", "pass"),
         ("join: it ends before all have their parameters", JOIN, "post_hook", "groups.await_start()", "pass"),
         ("join: averages over all ranks in any case", SYNC, "_factors", "if self.scale_by_active", "if False"),
         ("join: who has run out announces, too", SYNC, "start_negotiation", "and not backward.has_run_out", ""),
