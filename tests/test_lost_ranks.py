@@ -146,12 +146,13 @@ def test_what_a_rank_still_receives_is_seen_by_those_that_have_completed_it(peer
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_nobody_waits_for_what_a_rank_receives_that_does_not_run(peer, number):
+def test_what_a_rank_still_receives_that_does_not_run(peer, number):
     peer.tell("note", 3, Activity.VOTE)
     note(peer.processes, 3, Activity.DONE)
     assert peer.processes.completing() == [1]
     peer.signal_and_await(number, Condition.STOPPED if number == signal.SIGSTOP else Condition.ENDED)
     assert not peer.processes.completing()
+    assert peer.processes.completing(stopped=True) == [1] * (number == signal.SIGSTOP)
 
 
 def test_what_was_sent_to_other_nodes_has_a_while_to_arrive(peer, monkeypatch):
@@ -159,11 +160,12 @@ def test_what_was_sent_to_other_nodes_has_a_while_to_arrive(peer, monkeypatch):
     engine = SimpleNamespace(wait_until=lambda done, **limits: waits.append((done(), limits["seconds"])))
     monkeypatch.setattr(failures_module, "progress_engine", lambda _: engine)
     lost_ranks(peer, size=3).await_completion()
-    assert waits == [(False, failures_module._ARRIVING_SECONDS), (True, failures_module._COMPLETING_SECONDS)]
+    of_this_node = [(True, failures_module._STOPPED_SECONDS), (True, failures_module._COMPLETING_SECONDS)]
+    assert waits == [(False, failures_module._ARRIVING_SECONDS), *of_this_node]
     note(peer.processes, 1, Activity.BUCKET)  # all have begun this step
     waits.clear()
     lost_ranks(peer, size=3).await_completion()
-    assert waits == [(True, failures_module._COMPLETING_SECONDS)]
+    assert waits == of_this_node
 
 
 @pytest.mark.parametrize(("activity", "is_late"), [(Activity.MASK, True), (Activity.VOTE, False)])

@@ -81,7 +81,8 @@ _NAP_SECONDS = 0.01
 _SHORT_NAP_SECONDS = 0.0005
 _TELL_SECONDS = 20.0  # before the log first tells for whom this rank waits; the intervals grow ...
 _RARELY_SECONDS = 600.0  # ... up to this
-_COMPLETING_SECONDS = 5.0  # for other ranks of this node to complete the step that is complete here
+_COMPLETING_SECONDS = 5.0  # for other ranks of this node to complete the step that is complete here ...
+_STOPPED_SECONDS = 1.0  # ... if they are stopped: their user may let them go on
 _ARRIVING_SECONDS = 0.3  # for ranks of other nodes, whose progress is not visible
 _SILENT = "does not answer"
 _LATE = "has not come"
@@ -186,9 +187,9 @@ class LostRanks:
         # A rank at a bucket has received the mask of every rank. So all have begun this step, and completed the last.
         if self._elsewhere and not has_met:
             progress.wait_until(lambda: False, seconds=_ARRIVING_SECONDS, nap=_SHORT_NAP_SECONDS)
-        progress.wait_until(
-            lambda: not self._processes.completing(), seconds=_COMPLETING_SECONDS, nap=_SHORT_NAP_SECONDS
-        )
+        completing, nap = self._processes.completing, _SHORT_NAP_SECONDS
+        progress.wait_until(lambda: not completing(stopped=True), seconds=_STOPPED_SECONDS, nap=nap)
+        progress.wait_until(lambda: not completing(), seconds=_COMPLETING_SECONDS, nap=nap)
 
     def leave(self) -> None:
         """Tell the other ranks that this process is about to end, and of which error if that is known."""

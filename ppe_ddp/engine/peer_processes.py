@@ -173,15 +173,16 @@ class PeerProcesses:
         if self._own is not None:
             _page(os.getpid()).note_state(self._own.record, state)
 
-    def completing(self) -> Sequence[int]:
-        """The ranks of this node that still have to complete a step that is complete on this rank."""
+    def completing(self, *, stopped: bool = False) -> Sequence[int]:
+        """The running ranks of this node, and the ``stopped`` ones, that have not completed this rank's last step."""
+        alive = (Condition.RUNNING, Condition.STOPPED) if stopped else (Condition.RUNNING,)
         completed = _progress(*self.completed)
         return [
             rank
             for rank, (address, page) in self._pages.items()
             if _progress(*_position(page, address.record)[:3]) < completed
             and _state(page, address.record) is not _RecordState.CLOSED
-            and self.condition(rank)[0] is Condition.RUNNING
+            and self.condition(rank)[0] in alive
         ]
 
     def leave(self, text: str) -> None:
