@@ -6,8 +6,8 @@ These are not found, with the reason as far as it is known:
 
     one wrapper of a backward is ended     the others hear of the error in one wrapper, and wait in all of them at once
     what had come is lost when put back    few ranks hear of a failure between the two parts of a gradient
-    a hook of ppe's kind that raises ...   not examined; few histories come there
-    split: who fails next ends this step   not examined; not all 2,000 seeds of split models were tried
+    split: who fails next ends this step   a rank must look while its last message is under way and another rank has
+                                           failed in the next step: 1 of 230 histories made for that came there
 
 These are not planted, as no rank sees a difference:
 

@@ -33,6 +33,7 @@ _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and
 _TWO_SYNCHRONIZATIONS = [kind for kind in StepKind if kind.name.endswith(("BACKWARDS", "LOSSES", "GRAPH"))]
 # A hook of torch's kind that raises has the others wait in the user's group; those that it does not come to go on.
 _IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
+_IN_SYNC_HOOK = {Where.PACKING: Where.FUNCTION, Where.FUNCTION_LATE: Where.FUNCTION}
 _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # which come late in some programs
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
@@ -111,6 +112,8 @@ class Program:
         faults = tuple(
             fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, shares, is_several=count > 1)
         )
+        if wrapping is Wrapping.SYNC_HOOK:  # else few histories come to a hook that raises
+            faults = tuple(dataclasses.replace(one, where=_IN_SYNC_HOOK.get(one.where, one.where)) for one in faults)
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
         changes = ()
