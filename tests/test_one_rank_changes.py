@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
+from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError
+from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 from ppe_ddp.compression import RandomK, WarmUp
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
@@ -356,3 +357,22 @@ def test_an_optimizer_in_a_hook_updates_what_one_rank_alone_has_frozen():
         wrapper(data(5, 4, rank=rank)).sum().backward()
         torch.testing.assert_close(module.weight.detach(), before - 0.1 * module.weight.grad)
     wrapper.check_in_sync()
+
+
+@on_two_ranks
+def test_gradients_stay_in_shared_memory_where_one_rank_changes_after_a_failed_step():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 64)
+    wrapper = DistributedDataParallel(module)
+    memory = shared_memory()
+    for step in range(3):
+        if step == 1:
+            if rank == 1:
+                wrapper(data(5, 4)).sum()
+                wrapper.abort_grad_sync()
+            else:
+                with pytest.raises(PeerAbortedError):
+                    square(wrapper, rank)
+                module[0].bias.requires_grad_(False)
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert memory.position(module[0].weight.grad) >= 0

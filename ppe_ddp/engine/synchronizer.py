@@ -50,6 +50,7 @@ from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
 
+    import torch
     from torch import Tensor
 
     from ppe_ddp.contracts import BroadcastFunction
@@ -147,7 +148,13 @@ class BucketSynchronizer(Synchronizer):
         self._nothing, self.is_split = bytes(len(module_state.parameters)), bool(module_state.distributed)
         patterns = self._policy.average_where_used
         self._where_used = WhereUsed(patterns, module_state.names) if patterns else None
-        self.gradients = Gradients(module_state, allocator(self._groups.buckets), streams)
+        groups = self._groups
+
+        def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            # Ask the groups each time: a failure closes their connections, and a rank may list its module anew then.
+            return allocator(groups.buckets)(numel, dtype, device)
+
+        self.gradients = Gradients(module_state, allocate, streams)
         self.negotiation.use_module(module_state)
         raises = self._policy.check_drift == "raise"
         self.drift = DriftCheck(self._groups, module_state, raises=raises) if self._policy.check_drift else None
