@@ -454,11 +454,38 @@ class Tagged(torch.Tensor):
     """A class of the user's."""
 
 
+class TaggedLayer(nn.Module):
+    """A layer whose parameter and buffer are of that class."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.weight = nn.Parameter(values.as_subclass(Tagged))
+        self.register_buffer("seen", values.clone().as_subclass(Tagged))
+
+    def forward(self, x):
+        self.seen += 1
+        return (x @ self.weight).as_subclass(torch.Tensor)
+
+
+@on_three_ranks
+def test_tensors_of_a_users_class_go_on_with_another_number_of_ranks():
+    rank, folder = dist.get_rank(), shared_folder()
+    group = dist.new_group([0, 1])
+    before, after = DistributedDataParallel(TaggedLayer(torch.randn(3, 2))), None
+    before(torch.ones(4, 3) * rank).sum().backward()
+    Checkpointer(folder, {"model": before}).save(1)
+    if rank < 2:
+        after = DistributedDataParallel(TaggedLayer(torch.zeros(3, 2)), process_group=group)
+        Checkpointer(folder, {"model": after}, process_group=group).load()
+        for (name, want), got in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+            assert torch.equal(got, want), name
+        assert type(after.module.seen) is Tagged
+        after(torch.ones(4, 3) * rank).sum().backward()
+        torch.testing.assert_close(after.module.weight.grad.as_subclass(torch.Tensor), torch.full((3, 2), 2.0))
+
+
 def test_a_parameter_of_a_users_class_goes_on_bit_by_bit(tmp_path):
-    net, other = torch.nn.Module(), torch.nn.Module()
-    for module, values in (net, torch.randn(3, 2)), (other, torch.zeros(3, 2)):
-        module.weight = torch.nn.Parameter(values.as_subclass(Tagged))
-        module.register_buffer("seen", values.clone().as_subclass(Tagged))
+    net, other = TaggedLayer(torch.randn(3, 2)), TaggedLayer(torch.zeros(3, 2))
     Checkpointer(tmp_path, {"model": net}).save(1)
     assert Checkpointer(tmp_path, {"model": other}).load().step == 1
     for name, tensor in net.state_dict().items():
