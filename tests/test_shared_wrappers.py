@@ -1,5 +1,6 @@
 """Wrappers that have parameters in common: each gradient is averaged once, in whatever order the ranks use them."""
 
+import contextlib
 import copy
 import random
 
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.backward import Phase
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
@@ -266,6 +267,32 @@ def test_each_rank_has_a_backward_of_another_one_alone(make):
         wrappers[1 - rank].finish_grad_sync()
         for wrapper, tables in zip(wrappers, zip(*expected, strict=True), strict=True):
             assert_gradients(wrapper.module, mean_of(tables, 2))
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+
+
+@each_kind
+@on_two_ranks
+def test_a_rank_fails_between_what_it_has_started_and_its_backward(make):
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(module) for module in make(2)]
+    for fails in (False, True, False, True, False):
+        means = []
+        for other in range(2):
+            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
+            loss_of(twins, [other], other, 0).backward()
+            means.append([gradients(twin) for twin in twins])
+        wrappers[1 - rank].start_grad_sync()
+        if fails and rank == 1:
+            for wrapper in wrappers:
+                wrapper.abort_grad_sync("its loss has raised")
+        else:
+            with pytest.raises(PeerAbortedError, match="its loss") if fails else contextlib.nullcontext():
+                loss_of(wrappers, [rank], rank, 0).backward()
+                wrappers[1 - rank].finish_grad_sync()
+        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
+            if not fails:
+                assert_gradients(wrapper.module, mean_of(tables, 2))
         for wrapper in wrappers:
             wrapper.zero_grad()
 
