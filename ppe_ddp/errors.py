@@ -1,12 +1,14 @@
 """The exceptions of ppe_ddp: one tree, by what a caller can do about them.
 
-A mistake in a call is a plain ``ValueError`` or ``TypeError``; what goes wrong between ranks, or in a
-function that a user plugged in, is one of these.
+A mistake in a call is a plain ``ValueError`` or ``TypeError``. An error between ranks, or in a function that a user has
+plugged in, is one of these.
 """
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Iterable
 
 
 class PpeDdpError(RuntimeError):
@@ -97,6 +99,12 @@ class TorchChangedError(PpeDdpError):
 
     The message names what has found it; ``python -m ppe_ddp doctor`` tells whether this version was tried.
     """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word, such as "; did you mean 'gloo'?"; empty if no known one is near."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def clear_frames(error: BaseException) -> None:

@@ -90,7 +90,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
         ValueError: On every rank: a device of the map does not exist.
     """
     places = _places(device_map)
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
         return {}
     loaded = {key: read() for key, read in _open(Path(checkpoint_file)).items()}
     return {key: value.to(_place(key, places)) if isinstance(value, Tensor) else value for key, value in loaded.items()}

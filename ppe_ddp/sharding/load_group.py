@@ -38,7 +38,7 @@ class LoadGroup:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.ranks = 0, 1, [0]
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             self.group = group or default_group()
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
