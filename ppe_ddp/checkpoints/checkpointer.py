@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,23 +52,28 @@ _IS_POSITION = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
 class SavedPart:
-    """A part of a training: here a module, whose state dict has the same keys whenever it is saved or loaded."""
+    """A part of a training whose state dict has the same keys whenever it is saved or loaded, as a module's.
+
+    Args:
+        name: The name of its entries, before a dot.
+        what: The object.
+        tables: The nested dictionaries in its state dict, each with the number of keys that lead to a value.
+    """
 
     is_of_rank = False  # saved by each rank, and loaded only by as many ranks
-    begins_from_module = False  # must be loaded after modules
-    tables: ClassVar[Mapping[str, int]] = {}  # the nested dictionaries in the state, and how many keys lead to a value
 
-    def __init__(self, name: str, what: Any) -> None:
+    def __init__(self, name: str, what: Any, tables: Mapping[str, int] | None = None) -> None:
         self.prefix = f"{name}."
-        self._what = what
+        self.what = what
+        self._tables = tables or {}
 
     def entries(self) -> dict[str, Any]:
         """The entries to save, by name: plain values, and tensors, which are not copied."""
-        return {name: table[key] for name, table, key in self._places(self._what.state_dict())}
+        return {name: table[key] for name, table, key in self._places(self.what.state_dict())}
 
     def _places(self, state: dict[Any, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
         """The name of each entry in ``state``, with the dictionary that it is in and its key there."""
-        return [place for key in state for place in _places_below(state, key, self.prefix, self.tables.get(key, 0))]
+        return [place for key in state for place in _places_below(state, key, self.prefix, self._tables.get(key, 0))]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """The tensors to load into, by name of entry; None for an entry that is not a tensor."""
@@ -81,10 +86,10 @@ class SavedPart:
 
     def load(self, entries: Mapping[str, Any]) -> None:
         """Take this part's entries from all that were read; every rank calls it together."""
-        state = self._what.state_dict()  # carries the versions of the modules
+        state = self.what.state_dict()  # carries the versions of the modules
         for name, table, key in self._places(state):
             table[key] = entries[name]
-        self._what.load_state_dict(state)
+        self.what.load_state_dict(state)
 
     def _check_saved(self, entry: str, saved: Metadata) -> None:
         if entry not in saved.state_dict_metadata:
@@ -118,44 +123,30 @@ class AveragedModulePart(SavedPart):
         return total
 
 
-class _TablesPart(SavedPart):
-    """A part that may have no tensors before its first step, so that it loads whatever was saved."""
+class _SteppingPart(SavedPart):
+    """A part that may have no tensors before its first step, so that it loads whatever was saved.
 
-    always: str  # an entry that is there even before the first step
+    The entry ``always`` is there even before the first step.
+    """
+
+    def __init__(self, name: str, what: Any, tables: Mapping[str, int], always: str) -> None:
+        super().__init__(name, what, tables)
+        self._always = always
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """New tensors, with the shapes and dtypes that were saved."""
-        self._check_saved(self.prefix + self.always, saved)
+        self._check_saved(self.prefix + self._always, saved)
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[Any, Any] = {name: {} for name in self.tables}
+        state: dict[Any, Any] = {name: {} for name in self._tables}
         for name in (one.removeprefix(self.prefix) for one in entries if one.startswith(self.prefix)):
-            *path, last = name.split(".", self.tables.get(name.partition(".")[0], 0))
+            *path, last = name.split(".", self._tables.get(name.partition(".")[0], 0))
             table = state
             for key in path:
                 table = table.setdefault(int(key) if key.isdecimal() else key, {})
             table[last] = entries[self.prefix + name]
-        self._what.load_state_dict(state)
-
-
-class _OptimizerPart(_TablesPart):
-    """One of torch's optimizers; parameters that were never updated have no state."""
-
-    tables, always = {"state": 2}, "param_groups"
-
-
-class _OuterPart(_TablesPart):
-    """LocalSGD or DiLoCo, which has momentum only after its first outer step."""
-
-    tables, always = {"last": 1, "velocity": 1}, "steps"
-    begins_from_module = True
-
-
-class _ShardedOptimizerPart(SavedPart):
-    """A ``DistributedOptimizer``."""
-
-    tables: ClassVar = {"state": 2, "exists": 1, "master": 1, "layout": 1}
+        self.what.load_state_dict(state)
 
 
 class _RankPart(SavedPart):
@@ -208,7 +199,7 @@ class _BuffersPart(SavedPart):
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {
             self.prefix + key: value
-            for key, value in self._what.state_dict(keep_vars=True).items()
+            for key, value in self.what.state_dict(keep_vars=True).items()
             if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         }
 
@@ -217,26 +208,27 @@ class _BuffersPart(SavedPart):
 
     def load(self, entries: Mapping[str, Any]) -> None:
         if self._entry in entries:
-            state = self._what.state_dict()
+            state = self.what.state_dict()
             state.update({entry.removeprefix(self.prefix): value for entry, value in entries[self._entry].items()})
-            self._what.load_state_dict(state)
+            self.what.load_state_dict(state)
 
 
-_PARTS: dict[type, type[SavedPart]] = {  # the first that fits: a DistributedOptimizer is an Optimizer too
-    OuterSteps: _OuterPart,
-    nn.Module: SavedPart,
-    DistributedOptimizer: _ShardedOptimizerPart,
-    Optimizer: _OptimizerPart,
-}
+def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:
+    return _SteppingPart(name, optimizer, {"state": 2}, always="param_groups")
 
 
 def part_of(name: str, what: Any, rank: int) -> SavedPart:
     """The part to save ``what`` as, by its type."""
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
-    for kind, part in _PARTS.items():
-        if isinstance(what, kind):
-            return part(name, what)
+    if isinstance(what, OuterSteps):
+        return _SteppingPart(name, what, {"last": 1, "velocity": 1}, always="steps")
+    if isinstance(what, nn.Module):
+        return SavedPart(name, what)
+    if isinstance(what, DistributedOptimizer):
+        return SavedPart(name, what, {"state": 2, "exists": 1, "master": 1, "layout": 1})
+    if isinstance(what, Optimizer):
+        return _optimizer_part(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
         entry = own_name(name, rank)
         return _RankPart(entry, lambda: what.state_dict(), lambda state: what.load_state_dict(state))
@@ -264,7 +256,7 @@ def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int)
         is_own = any(one.is_between for one in outer_steps if one.is_of(what))
         return SavedPart(own_name(name, rank), what) if is_own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
-    return _OptimizerPart(own_name(name, rank), what) if is_plain else None
+    return _optimizer_part(own_name(name, rank), what) if is_plain else None
 
 
 def loaded_part(
@@ -274,7 +266,7 @@ def loaded_part(
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # each rank takes the moments of one rank, also if there are more ranks now
-        return _OptimizerPart(own_name(name, rank % saved_by if outer_steps else 0), what)
+        return _optimizer_part(own_name(name, rank % saved_by if outer_steps else 0), what)
     if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
         return SavedPart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
@@ -617,5 +609,5 @@ class Checkpointer:
         ]
         if saved_by == size:
             parts += self._buffers.values()
-        parts.sort(key=lambda part: part.begins_from_module)
+        parts.sort(key=lambda part: isinstance(part.what, OuterSteps))  # which begin from what their module has
         return parts + (self._of_rank if saved_by == size else [])

@@ -147,14 +147,7 @@ class _Drawing:
         self._add_row(f"rank {rank}{' (slow)' if rank in self._slow else ''} computes", computes)
         if engine := [span for span in spans if span.kind in ENGINE]:
             self._add_row("codes" if any(span.kind == "encode" for span in engine) else "packs", engine)
-        rows = lanes(span for span in spans if span.kind in ("bucket", "gather")) or [[]]
-        for one in (span for span in spans if span.kind in ("mask", "vote")):  # into gaps of these rows
-            free = (row for row in rows if all(one.end <= other.begin or one.begin >= other.end for other in row))
-            row = next(free, None)
-            if row is None:
-                rows.append(row := [])
-            row.append(one)
-        for k, row in enumerate(rows):
+        for k, row in enumerate(lanes(span for span in spans if span.kind in MESSAGES) or [[]]):
             self._add_row("" if k else "sends", row)
         for kind, name in (("node", "in the node"), ("wire", "on the wire")):
             parts = merged(span for span in spans if span.kind == kind)

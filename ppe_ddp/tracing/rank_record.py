@@ -216,8 +216,7 @@ class Recording:
     def compare_clocks(self, group: ProcessGroup) -> None:
         """Compare clocks with all ranks of ``group``, which call this together; later calls do nothing."""
         if not self._is_compared:
-            self.clock = measure_offset(group)
-            self._is_compared = True
+            self.clock, self._is_compared = measure_offset(group), True
 
     def _on_groups(self, groups: Groups) -> None:
         if groups.world_size == dist.get_world_size():  # the clock of global rank 0 counts
