@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ppe_ddp.functions import name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
 
@@ -138,7 +139,7 @@ class _CastingReduce:
     """Calls a reduce function with buckets in another dtype; the engine casts the result back."""
 
     def __init__(self, function: ReduceFunction, dtype: torch.dtype) -> None:
-        self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)  # for messages
+        self.__qualname__ = name_of(function)  # for messages
         self._function = function
         self._dtype = dtype
 

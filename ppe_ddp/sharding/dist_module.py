@@ -47,7 +47,7 @@ class DistModule(nn.Module):
             torch does: the checkpoint's with ``assign=True``, else the module's.
         piece_nbytes: The memory in bytes that a rank may use beyond what it loads.
         device: The device of tensors that the module has on the meta device; by default that of its DTensors.
-        progress: Show a progress bar on rank 0. None: if it is a terminal and the load takes over two seconds.
+        progress: Show a progress bar on rank 0. None: on a terminal, in loads of over two seconds.
     """
 
     def __init__(

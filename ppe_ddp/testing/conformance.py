@@ -21,6 +21,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.errors import PpeDdpError
+from ppe_ddp.functions import name_of
 from ppe_ddp.testing.probes import Plugs, probe_backend, probe_broadcast, probe_reduction, train
 from ppe_ddp.testing.ranks import RankError, Ranks
 
@@ -80,7 +81,7 @@ def check_reduce_function(
         TypeError: It cannot be sent to the ranks.
     """
     plugs = Plugs(reduce_function=reduce_function, tolerance=tolerance)
-    name = f"reduce function {_name(reduce_function)}"
+    name = f"reduce function {name_of(reduce_function)}"
     _check(name, plugs, probe_reduction, dtypes, world or World())
 
 
@@ -105,7 +106,7 @@ def check_comm_hook(
     Errors are those of :func:`check_reduce_function`.
     """
     plugs = Plugs(hook=hook, state=state, tolerance=tolerance)
-    _check(f"communication hook {_name(hook)}", plugs, probe_reduction, dtypes, world or World())
+    _check(f"communication hook {name_of(hook)}", plugs, probe_reduction, dtypes, world or World())
 
 
 def check_broadcast_function(
@@ -124,7 +125,7 @@ def check_broadcast_function(
     Errors are those of :func:`check_reduce_function`.
     """
     plugs = Plugs(broadcast_function=broadcast_function)
-    name = f"broadcast function {_name(broadcast_function)}"
+    name = f"broadcast function {name_of(broadcast_function)}"
     _check(name, plugs, probe_broadcast, dtypes, world or World(), trained=(torch.float32, torch.float64))
 
 
@@ -221,7 +222,3 @@ def _judge(where: str, by_rank: Sequence[Sequence[str]]) -> None:
     lines = [problem if len(by_rank) == 1 else f"ranks {who}: {problem}" for problem, who in ranks_of.items()]
     more = [f"... and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
     raise ConformanceError("\n  ".join([f"{where} does not conform:", *lines[:_TOLD], *more]))
-
-
-def _name(plug: object) -> str:
-    return getattr(plug, "__qualname__", None) or type(plug).__qualname__
