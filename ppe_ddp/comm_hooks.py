@@ -43,17 +43,11 @@ class Hooks:
             return handle
         if not is_alone:
             check_call("hook", hook, ("state", "bucket"))
-        self._check_free()
+        if self.comm is not None or self.compressor is not None:
+            before = self.compressor or "a hook"
+            raise UnusableError(f"a wrapper takes one compressor or one hook of torch's kind, and has {before} already")
         if is_alone:
             self.compressor = one
         else:
             self.comm = (state, hook)
         return None
-
-    def _check_free(self) -> None:
-        if self.comm is not None:
-            raise UnusableError("a wrapper takes one hook of torch's kind or one compressor, and has a hook already")
-        if self.compressor is not None:
-            raise UnusableError(
-                f"a wrapper takes one compressor or one hook of torch's kind, and has {self.compressor!r}"
-            )
