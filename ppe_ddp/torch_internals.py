@@ -201,20 +201,13 @@ def holds_tensors(tensor: Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-def split_by(placement: Any, positions: Tensor, parts: int) -> Sequence[Tensor]:
-    """The ``parts`` of a tensor, of uneven sizes, by a sharded placement of DTensor.
-
-    There is no public way to learn how placements other than Shard interleave their dimension.
-    """
-    split: Sequence[Tensor] = placement._split_tensor(positions, parts, with_padding=False, contiguous=False)[0]
-    return split
-
-
-def strided_shard(dim: int, split_factor: int) -> Any:
-    """Torch's placement of FSDP over tensor parallelism, which has no public name."""
+def split_strided(tensor: Tensor, dim: int, split_factor: int, parts: int) -> Sequence[Tensor]:
+    """The parts of a tensor, of uneven sizes, by torch's placement of FSDP over tensor parallelism."""
     from torch.distributed.tensor.placement_types import _StridedShard  # imports DTensor, which takes 0.3 s
 
-    return _StridedShard(dim, split_factor=split_factor)
+    placement = _StridedShard(dim, split_factor=split_factor)
+    split: Sequence[Tensor] = placement._split_tensor(tensor, parts, with_padding=False, contiguous=False)[0]
+    return split
 
 
 # ---------------------------------------------------------------------- modules and optimizers

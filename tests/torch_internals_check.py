@@ -211,16 +211,12 @@ def try_holds_tensors():
     return internals.holds_tensors(holder) and not internals.holds_tensors(nn.Parameter(torch.ones(1)))
 
 
-def try_split_by():
-    from torch.distributed.tensor import Shard
+def try_split_strided():
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    return [part.tolist() for part in internals.split_by(Shard(0), torch.arange(5), 2)] == [[0, 1, 2], [3, 4]]
-
-
-def try_strided_shard():
-    placement = internals.strided_shard(0, 2)
-    parts = [part.tolist() for part in internals.split_by(placement, torch.arange(8), 2)]
-    return (placement.dim, placement.split_factor) == (0, 2) and parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    placement = _StridedShard(0, split_factor=2)
+    parts = [part.tolist() for part in internals.split_strided(torch.arange(7), 0, 2, 2)]
+    return (placement.dim, placement.split_factor) == (0, 2) and parts == [[0, 1, 4, 5], [2, 3, 6]]
 
 
 def try_foreach_copy():

@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import as_text
-from ppe_ddp.torch_internals import holds_tensors, split_by, strided_shard
+from ppe_ddp.torch_internals import holds_tensors, split_strided
 
 Run: TypeAlias = "tuple[int, int]"
 Runs: TypeAlias = "tuple[Run, ...]"
@@ -128,7 +128,7 @@ def _part(runs: Runs, placement: tuple[int, ...], parts: int, index: int) -> Run
     # Only torch knows how _StridedShard interleaves, so it splits a tensor of positions.
     dim, split_factor = placement
     positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
-    mine = split_by(strided_shard(dim, split_factor), positions.view([1] * dim + [count]), parts)[index].flatten()
+    mine = split_strided(positions.view([1] * dim + [count]), dim, split_factor, parts)[index].flatten()
     breaks = (mine.diff() != 1).nonzero().flatten() + 1
     pieces = mine.tensor_split(breaks) if mine.numel() else ()
     return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces) or ((0, 0),)
