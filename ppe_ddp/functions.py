@@ -35,7 +35,7 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
         group: The process group; None is the default group.
 
     Returns:
-        The Work of the all-reduce, or None where one rank is alone.
+        The Work of the all-reduce, or None if one rank is alone.
     """
     world_size = dist.get_world_size(group)
     gradients.divide(world_size)

@@ -31,7 +31,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors; the same object where nothing changed."""
+    """``value`` with ``function`` applied to its tensors; the same object if none changes."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, PackedSequence):

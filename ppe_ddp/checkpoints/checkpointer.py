@@ -565,9 +565,9 @@ class Checkpointer:
             return Restored(name.step, positions[self._ranks.rank], positions)
         if self._ranks.is_source:
             logger.warning(
-                "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had for "
-                "itself, are not loaded; between two outer steps the model is the average of all ranks', and inner "
-                "optimizers have the state of one of them",
+                "the checkpoint was saved by %d ranks, and %d load it: random states, positions and other states of "
+                "single ranks are not loaded; a model that was saved between two outer steps is averaged, and each "
+                "rank gets the inner optimizer of one rank",
                 *(saved_by, self._ranks.size),
             )
         return Restored(name.step, None, positions)

@@ -67,10 +67,8 @@ def versions() -> dict[str, str]:
 
 def machine_facts() -> dict[str, str | int]:
     """The kind of processor and system, and the number of cores for this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    cpu = found[1] if found else platform.processor() or "unknown"
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu, cores = found[1] if found else platform.processor() or "unknown", len(os.sched_getaffinity(0))
     return {"cores": cores, "cpu": cpu, "system": platform.system(), "architecture": platform.machine()}
 
 

@@ -349,9 +349,9 @@ def _in_job(arguments: argparse.Namespace) -> int:
 
 def _examine_job(job: Job) -> dict[str, Any]:
     """The nodes and their ranks, how messages travel, and problems; the same on all ranks."""
-    boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # machines may have the same name
     world = default_group()
-    names = [tuple(name) for name in all_gather_json([socket.gethostname(), boot_id], world)]
+    own = [socket.gethostname(), _BOOT_ID.read_text()]  # the name alone may be that of several machines
+    names = [tuple(name) for name in all_gather_json(own, world)]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
     found = all_gather_json(examine_backend(_DTYPES, job.device.type), world)
     groups = Groups.duplicate(world, shared_memory=True)

@@ -341,12 +341,11 @@ class TimelineSummary:
         else:
             lines.append(f"{self.hidden:.0%} of the communication is hidden behind computation:")
             lines.append(f"messages are under way for {self.under_way_ms:.2f} ms of a step,")
-            lines.append(f"and a rank does nothing but wait for {self.waiting_ms:.2f} ms")
+            lines.append(f"and a rank only waits for {self.waiting_ms:.2f} ms")
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1:
-            lines.append("all ranks on the clock of rank 0, compared at the beginning;")
-            lines.append(f"wrong by {self.clock_error_ms:.3f} ms at most then")
+            lines.append(f"all ranks on the clock of rank 0, with an error of up to {self.clock_error_ms:.3f} ms")
         return "\n".join(lines)
 
 
