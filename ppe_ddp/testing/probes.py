@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ppe_ddp.contracts import Division, GradBucket, is_waitable
+from ppe_ddp.contracts import GradBucket, is_waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
@@ -101,8 +101,8 @@ def _groups(*, split: bool) -> Iterator[ProcessGroup]:
 def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
-    division = reduction.division(torch.device(device))
-    asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
+    is_divided = reduction.takes_divided(torch.device(device))
+    asked = [_KnownBucket(k, shapes, groups, dtype, device, is_divided) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
         for together in [[one] for one in asked] if reduction.one_at_a_time else [asked]:
             pending = [reduction.start(question.bucket) for question in together]
@@ -120,7 +120,7 @@ class _KnownBucket:
     """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
-        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, division: Division
+        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, is_divided: bool
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
@@ -130,7 +130,7 @@ class _KnownBucket:
         self._guarded = torch.full((count + 2 * _GUARD,), 77.0, dtype=dtype, device=device)
         self._flat = self._guarded[_GUARD : _GUARD + count]
         self._flat.copy_(shares[groups.rank])
-        if division is Division.DONE:
+        if is_divided:
             self._flat.mul_(1.0 / groups.world_size)
         starts = [0, *itertools.accumulate(sizes)]
         self.memory = [
@@ -138,14 +138,14 @@ class _KnownBucket:
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
         ]
         self._parameters = [nn.Parameter(torch.full(shape, 3.0, dtype=dtype, device=device)) for shape in shapes]
-        self.bucket = GradBucket.of(
+        self.bucket = GradBucket(
             [view.detach() for view in self.memory],
             buffer=self._flat.detach(),
             parameters=self._parameters,
             names=tuple(f"bucket{index}.{k}" for k in range(len(shapes))),
             index=index,
             is_last=index == len(_BUCKETS) - 1,
-            division=division,
+            is_divided=is_divided,
         )
 
     def problems(self, tolerance: float | None) -> Iterator[str]:
