@@ -49,20 +49,6 @@ def tried_versions() -> str:
 IncompatibleKeys = _IncompatibleKeys
 """The result of ``nn.Module.load_state_dict``."""
 
-CALL_ATTRIBUTES = frozenset(
-    {
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_is_full_backward_hook",
-        "_forward_hooks",
-        "_forward_hooks_always_called",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks",
-        "_forward_pre_hooks_with_kwargs",
-    }
-)
-"""The attributes of a module in which ``nn.Module.__call__`` looks for hooks."""
-
 IGNORED_NAMES = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a module in which torch's ``_set_params_and_buffers_to_ignore_for_model`` keeps names."""
 

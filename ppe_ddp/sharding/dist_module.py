@@ -15,7 +15,6 @@ from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
 from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
-from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
 if TYPE_CHECKING:
     import os
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# Hooks stay in the wrapped module only: if nn.Module.__call__ found them here too, each would run twice.
-_OWN = CALL_ATTRIBUTES | {"_wrapped", "_options"}
+    from ppe_ddp.torch_internals import IncompatibleKeys
+
 _PATCHED_PACKAGES = ("accelerate", "transformers")
 
 
@@ -60,17 +59,17 @@ class DistModule(nn.Module):
         device: torch.device | str | None = None,
         progress: bool | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistModule wraps a torch.nn.Module, not a {type(module).__name__}")
         options = LoadOptions(process_group, dtype, piece_nbytes, device, progress)
-        # Not registered as a submodule, which would prefix all names.
-        for name in self.__dict__.keys() - _OWN:
-            del self.__dict__[name]
+        # Without nn.Module.__init__(), which would make parameters, hooks and submodules of its own.
         self.__dict__.update(_wrapped=module, _options=options)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # nn.Module's would clear hooks of the wrapped module
+        self.__dict__.update(state)
+
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # while this is unpickled, there is no wrapped module yet
+        if name in ("_wrapped", "_options"):  # while this is unpickled, there is no wrapped module yet
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
@@ -80,9 +79,12 @@ class DistModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self._wrapped, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's ``forward``."""
+        return self._wrapped.forward(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state_dict of the wrapped module: this rank's shards, not communicated."""
