@@ -9,4 +9,4 @@ COMMANDS = (
     Command("mask", "what weights, times and digests in a step cost", "benchmarks.mask"),
     Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
 )
-"""All of them, in the order in which help lists them."""
+"""All commands, in the order in which help lists them."""

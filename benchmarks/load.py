@@ -1,7 +1,7 @@
 """Measures how long it takes to load rank 0's checkpoint into an FSDP2 model.
 
-ppe_ddp's DistModule and torch's set_model_state_dict take turns in one run;
-"ratio" is to torch's, and "values" says whether they are the same.
+ppe_ddp's DistModule and torch's set_model_state_dict take turns in one run.
+"ratio" is to torch's time, and "values" says whether the loaded ones are right.
 
   python -m benchmarks load --ranks 4
   mpirun -n 4 python -m benchmarks load --size 256M --json result.json
@@ -37,7 +37,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, dict[str, Any]], object]] = {
     "torch": _torch,
     "ppe_ddp": lambda model, tensors: DistModule(model).load_state_dict(tensors, assign=True),
 }
-"""By name, a function that loads tensors which are on rank 0 only."""
+"""By name, a function that loads tensors of rank 0 into the model of each rank."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print what came out; 1 if a load gave wrong values or a rank failed, 2 if ranks cannot be used."""
+    """Measure and print; 1 if loaded values were wrong or a rank failed, 2 if ranks cannot be used."""
 
     def publish(lines: list[dict[str, Any]], ranks: int) -> int:
         words = {True: "wrong", False: "right"}
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure a model of about ``nbytes`` in the default process group, on all ranks together: a line a contestant."""
+    """Measure a model of about ``nbytes`` in the default process group, on all ranks together: a line for each."""
     Platform().enter()
     torch.manual_seed(0)
     tensors = _model(nbytes).state_dict() if dist.get_rank() == 0 else {}
@@ -69,12 +69,12 @@ def measure(nbytes: int, repeats: int) -> list[dict[str, Any]]:
     sums: dict[str, list[list[int]]] = {name: [] for name in CONTESTANTS}
     for _ in range(repeats + 1):  # the first is for warming up
         for name, load in CONTESTANTS.items():
-            gc.collect()  # models hold themselves in circles
+            gc.collect()  # models are in reference cycles
             model = _sharded(nbytes)
             dist.barrier()
             start = perf_counter()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch, about itself
+                warnings.simplefilter("ignore")  # torch warns about itself
                 load(model, tensors)
             seconds[name].append(perf_counter() - start)
             shards = [one.to_local() if isinstance(one, DTensor) else one for one in model.parameters()]

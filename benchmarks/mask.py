@@ -1,8 +1,8 @@
 """Measures what weights, times of ranks and digests of parameters cost a step.
 
-They travel in its mask and vote. One wrapper trains with each switched on
-alone, with all, and with none, in turn, block by block: its memory is the same,
-so the ratio is that of the work. Two wrappers in one run differ by more.
+They are sent in its mask and vote. One wrapper trains blocks of steps in turn
+with one of them, with all, and with none. As it has the same memory in each,
+the ratio shows the work alone; two wrappers in one run would differ by more.
 
   python -m benchmarks mask --repeats 100
   mpirun -n 4 python -m benchmarks mask --json result.json
@@ -29,7 +29,7 @@ _TOKENS = 64
 
 
 class _NoTimes(RankTimes):
-    """Times that nobody takes; as many bytes."""
+    """Measures no times, but sends as many bytes."""
 
     def begin_forward(self) -> None: ...
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, and prints what came out on rank 0; returns the exit code."""
+    """Measure, and print on rank 0. Returns the exit code."""
 
     def publish(lines: list[dict[str, Any]], ranks: int) -> int:
         rows = []
@@ -66,12 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(models: list[str], repeats: int) -> list[dict[str, Any]]:
-    """Measure these models in the default process group; all ranks call this together. A line for each."""
+    """Measure these models in the default process group, on all ranks together. Returns a line for each."""
     platform = Platform()
     platform.enter()
     lines = []
     for name in models:
-        modes, steps = _modes(name), dict.fromkeys(MODES, 8)  # digests are made in every 8th step
+        modes, steps = _modes(name), dict.fromkeys(MODES, 8)  # every 8th step makes digests
         for take in modes.values():
             take(8)
         seconds = in_turn(modes, steps, repeats, platform, None)

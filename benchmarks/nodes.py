@@ -1,4 +1,4 @@
-"""The ranks of benchmarks that may run on several nodes, which are made of this machine."""
+"""The ranks of benchmarks that run on this machine, or on nodes that are made of it."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def add_node_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def started_ranks(arguments: argparse.Namespace) -> Iterator[Ranks]:
-    """Ranks over gloo, on this machine or on nodes that are made of it; NodesError where these cannot be made."""
+    """Ranks over gloo, on this machine or on nodes that are made of it; NodesError if nodes cannot be made."""
     if arguments.nodes is None:
         with Ranks(arguments.ranks or 2, timeout=_SECONDS, group_timeout=300) as ranks:
             yield ranks

@@ -1,10 +1,9 @@
-"""Checks a model of a training step on nodes, and draws it to 10,000 ranks.
+"""Checks a model of a training step on nodes, and draws it for up to 10,000 ranks.
 
-The constants of the model are measured on one node and on two; then it is asked
-for the steps of other layouts, and these are measured. The nodes are on this
-machine (as root, of Linux namespaces; see `ppe_ddp.testing.Nodes`): the model
-that is trained sleeps where another computes, and more than twice as many ranks
-as there are cores measure the cores, not the network.
+It measures the constants of the model on one node and on two, predicts steps on
+other layouts, and measures these. The nodes are made of this machine (as root;
+see `ppe_ddp.testing.Nodes`). So the network that is trained sleeps instead of
+computing, and there should be at most twice as many ranks as cores.
 
   python -m benchmarks scaling --out scaling.png
   python -m benchmarks scaling --launcher torchrun --json result.json
@@ -31,13 +30,13 @@ from ppe_ddp.cli.command_line import add_json, count, fail, output, told, write_
 from ppe_ddp.testing import JobStarter, Nodes, NodesError, RankError, Ranks
 from ppe_ddp.tracing.timeline import check_pictures
 
-# By launcher: the backend, and what it does between nodes.
+# By launcher: the backend, and its algorithm between nodes.
 _TRANSPORTS = {"torchrun": ("gloo", "ring"), "mpirun": ("mpi4py", "doubling")}
 _LAYOUTS = ((2, 2), (3, 1), (4, 1))
 _SMALL, _LARGE = 64, 4 << 20
 _NBYTES, _LAYERS, _FORWARD = 16 << 20, 16, 0.01
 _SECONDS, _WARM_UP = 300.0, 4
-# Of backward, as parts of the time that the gradients take on a link; each with a bucket size in MiB.
+# The time of backward, divided by that of the gradients on a link, and the size of a bucket in MiB.
 _LOADS = ((0.1, 4.0), (1.0, 4.0), (1.0, 1.0))
 # Of the picture.
 _INCHES, _DPI, _FONT = 8.6, 170, 9.0
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, and draw; 1 if a rank failed, 2 where nodes cannot be made, or pictures not be drawn."""
+    """Measure, print and draw; 1 if a rank failed, 2 if nodes or pictures cannot be made."""
     constants: dict[str, Constants] = {}
     lines: list[dict[str, Any]] = []
     try:
@@ -83,43 +82,43 @@ def run(arguments: argparse.Namespace) -> int:
 #             | mask ------->                                      | vote ->             the small messages
 #                            | piece 0 -----> | piece 1 -----> | ...                     between the nodes
 #
-# An all-reduce of n bytes takes alpha + beta n in the memory of a node. Between N nodes a ring, as gloo's, takes 2 (N
-# - 1) rounds and 2 (N - 1) / N n bytes on every link; recursive doubling, as in MPICH, log2 N rounds of n bytes, and
-# two more where N is no power of two. No bucket goes before the mask is known, which is noticed when the next
-# gradient arrives, and no more than two pieces are under way at a time. MPI moves what is under way only while it is
-# called: nothing much during backward.
+# An all-reduce of n bytes takes alpha + beta n in the memory of a node. Between N nodes a ring, as in gloo, takes
+# 2 (N - 1) rounds and 2 (N - 1) / N n bytes on every link; recursive doubling, as in MPICH, takes log2 N rounds of n
+# bytes, and two more if N is no power of two. No bucket is sent before the mask is known, which a rank notices when its
+# next gradient arrives, and at most two pieces are under way at a time. MPI moves messages only while it is called:
+# hardly any during backward.
 
-_HEADER_BYTES = 96  # of the mask: digests, and what is not ended together (ppe_ddp/engine/mask_exchange.py)
-_BYTES_A_RANK = 5  # whether it contributes, and how much its gradients stand for; the vote has fewer
-_UNDER_WAY = 2  # all-reduces that gloo's threads work on at a time
+_HEADER_BYTES = 96  # of the mask (ppe_ddp/engine/mask_exchange.py)
+_BYTES_A_RANK = 5  # of the mask; the vote has fewer
+_UNDER_WAY = 2  # all-reduces on which gloo's threads work at the same time
 
 
 @dataclass(frozen=True)
 class Constants:
     """The constants of the model, as measured."""
 
-    node_latency: float  # seconds of the smallest all-reduce among the ranks of a node
-    node_per_byte: float  # seconds that each further byte adds there
+    node_latency: float  # seconds of the smallest all-reduce in a node
+    node_per_byte: float  # seconds of each further byte there
     wire_latency: float  # seconds of one round between nodes
-    wire_per_byte: float  # seconds that a byte takes on a node's link
-    pack_per_byte: float = 0.0  # seconds that a rank needs to copy a byte of gradients into a bucket
-    algorithm: str = "ring"  # between the nodes: ``"ring"`` as in gloo, which has threads; ``"doubling"`` as in MPI
+    wire_per_byte: float  # seconds of a byte on a node's link
+    pack_per_byte: float = 0.0  # seconds to copy a byte of gradients into a bucket
+    algorithm: str = "ring"  # between the nodes: ``"ring"`` as in gloo, on threads; ``"doubling"`` as in MPI
 
     def rounds(self, nodes: int) -> int:
-        """The number of times that an all-reduce waits for a message from another node."""
+        """The number of messages from other nodes for which an all-reduce waits one after another."""
         if self.algorithm == "ring":
             return 2 * (nodes - 1)
         powers = nodes.bit_length() - 1
         return powers if nodes == 1 << powers else powers + 2
 
     def volume(self, nodes: int) -> float:
-        """The bytes on the link of a node, in each direction, by those of the all-reduce."""
+        """The bytes on a node's link, in each direction, divided by those of the all-reduce."""
         return 2 * (nodes - 1) / nodes if self.algorithm == "ring" else float(self.rounds(nodes))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with as many ranks each; flat where these send to one another in one ring instead of in two levels."""
+    """Nodes with ``ranks`` ranks each; if it ``is_flat``, all ranks send in one ring, not in two levels."""
 
     nodes: int
     ranks: int
@@ -127,33 +126,33 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks on all nodes."""
         return self.nodes * self.ranks
 
 
 @dataclass(frozen=True)
 class Load:
-    """One step of a model whose gradients come evenly during backward."""
+    """One step of a model whose gradients arrive evenly during backward."""
 
     nbytes: int  # of the gradients that exist on some rank
-    parameters: int  # of the model, all of one size
+    parameters: int  # the number of parameters, all of one size
     forward: float  # seconds
     backward: float  # seconds
     bucket_bytes: int = 4 << 20
-    piece_bytes: int = 4 << 20  # what is larger goes through shared memory in pieces of this size
+    piece_bytes: int = 4 << 20  # in which larger buckets are summed in shared memory
 
 
 class PredictedStep(NamedTuple):
     """The predicted times of a step, in seconds."""
 
     step: float  # from the begin of forward to the last average
-    exposed: float  # what the step takes beyond forward and backward
-    mask: float  # from the begin of backward until the mask has arrived
-    mask_delay: float  # how long the first bucket was complete before that was noticed
+    exposed: float  # ``step`` without forward and backward
+    mask: float  # from the begin of backward to the arrival of the mask
+    mask_delay: float  # for which the first bucket waits for the mask
 
 
 def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
-    """The time of the mask, or of the vote: in two levels only where one ring would have too many rounds."""
+    """The time of the mask, or of the vote; it is sent in two levels only if one ring would have too many rounds."""
     ranks = cluster.world_size
     nbytes = _HEADER_BYTES + load.parameters + _BYTES_A_RANK * ranks
     if ranks == 1:
@@ -166,7 +165,7 @@ def mask_seconds(load: Load, cluster: Cluster, constants: Constants) -> float:
 
 
 def all_reduce_seconds(nbytes: float, cluster: Cluster, constants: Constants) -> float:
-    """The time of one all-reduce that nothing else is beside."""
+    """The time of one all-reduce alone."""
     return sum(_parts_of_sum(nbytes, cluster, constants))
 
 
@@ -175,7 +174,6 @@ def _parts_of_sum(nbytes: float, cluster: Cluster, constants: Constants) -> tupl
     in_node = 0.0
     if cluster.ranks > 1 and not (cluster.is_flat and cluster.nodes > 1):
         in_node = constants.node_latency + nbytes * constants.node_per_byte
-    # Volume and rounds of one alone are nothing.
     members = 1 if cluster.nodes == 1 else cluster.world_size if cluster.is_flat else cluster.nodes
     wire = constants.volume(members) * nbytes * constants.wire_per_byte
     return in_node, constants.rounds(members) * constants.wire_latency, wire
@@ -184,10 +182,10 @@ def _parts_of_sum(nbytes: float, cluster: Cluster, constants: Constants) -> tupl
 def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep:
     """The times of one step."""
     mask = mask_seconds(load, cluster, constants)
-    now = load.forward  # on the rank's own thread
+    now = load.forward  # the clock of the rank's own thread
     known = now + (noticed(mask, load) if mask < load.backward else mask)
     first_ready = now + load.backward * min(1.0, load.bucket_bytes / load.nbytes)
-    # The links between the nodes, which all carry the same: when they are free, and when each piece has arrived.
+    # When the links between the nodes, which all carry the same, are free, and when each piece has arrived.
     free = 0.0 if constants.algorithm == "ring" else load.forward + load.backward
     arrivals: list[float] = []
     ready, waiting = 0, 0  # bytes
@@ -214,7 +212,7 @@ def predict(load: Load, cluster: Cluster, constants: Constants) -> PredictedStep
 
 
 def noticed(mask: float, load: Load) -> float:
-    """The seconds from the begin of backward until a mask is noticed: when the next gradient arrives."""
+    """The seconds from the begin of backward to the first gradient after the mask's arrival, which notices it."""
     interval = load.backward / load.parameters
     return math.ceil(mask / interval) * interval if interval else mask
 
@@ -228,7 +226,7 @@ def _parts(nbytes: int, size: int) -> Iterator[int]:
 
 
 def _on_nodes(launcher: str, layout: tuple[int, int], mbit: float, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of rank 0 for each call: a function, and its arguments."""
+    """The results on rank 0 of calls, each a function and its arguments, on the ranks of new nodes."""
     nodes, each = layout
     print(f"{launcher}: measuring on {nodes} x {each} ranks ...", file=sys.stderr, flush=True)
     with Nodes(nodes, mbit=mbit) as made:
@@ -248,9 +246,9 @@ def _measured_constants(launcher: str, arguments: argparse.Namespace) -> Constan
 def constants_of(
     node: Mapping[int, float], wire: Mapping[int, float], pack_per_byte: float, algorithm: str
 ) -> Constants:
-    """The constants that explain seconds of all-reduces by their bytes, a small one and a large one.
+    """The constants, from the seconds of a small and a large all-reduce, by their bytes.
 
-    Those of ``node`` were measured on one node, those of ``wire`` between two nodes of a rank each.
+    Those of ``node`` were measured on one node, those of ``wire`` on two nodes with one rank each.
     """
     (small, short), (large, long) = sorted(node.items())
     (_, short_wire), (_, long_wire) = sorted(wire.items())
@@ -277,7 +275,7 @@ def _check(launcher: str, constants: Constants, arguments: argparse.Namespace) -
 
 
 class MeasuredStep(NamedTuple):
-    """Seconds of the slowest rank: the lower quartile, as other programs only make a step longer."""
+    """Seconds of the slowest rank, as lower quartiles, since other programs only make a step longer."""
 
     forward: float  # of the bare model
     backward: float  # of the bare model
@@ -286,7 +284,7 @@ class MeasuredStep(NamedTuple):
 
 
 class _Sleep(torch.autograd.Function):
-    """Sleeps, and gives its weight a gradient of ones."""
+    """Sleeps in forward and backward, and gives its weight a gradient of ones."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, forward: float, backward: float) -> Tensor:
@@ -303,7 +301,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _SleepingModel(nn.Module):
-    """Layers of as many bytes each, which sleep: on emulated nodes, ranks that compute would wait for a core."""
+    """Layers of one size that sleep, as computing ranks of emulated nodes would wait for a core."""
 
     def __init__(self, nbytes: int, layers: int, forward: float, backward: float) -> None:
         super().__init__()
@@ -317,7 +315,7 @@ class _SleepingModel(nn.Module):
 
 
 def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
-    """Seconds of an all-reduce of each size, of the slowest rank, as the wrapper's own groups make it; the fastest."""
+    """Seconds of an all-reduce of each size, in a group like the wrapper's: the fastest, on the slowest rank."""
     group = dist.group.WORLD if over_mpi() else dist.new_group(backend="shm")
     control = dist.new_group(backend="gloo")
     found: dict[int, list[float]] = {size: [] for size in sizes}
@@ -334,7 +332,7 @@ def all_reduce_times(sizes: tuple[int, ...], repeats: int) -> dict[int, float]:
 def measure_step(
     nbytes: int, layers: int, forward: float, backward: float, bucket_mb: float, repeats: int
 ) -> MeasuredStep:
-    """Trains in turn without and with ppe_ddp; all ranks call this together."""
+    """Train in turn without and with ppe_ddp; all ranks call this together."""
     control = dist.new_group(backend="gloo")
     bare = _SleepingModel(nbytes, layers, forward, backward)
     model = DistributedDataParallel(_SleepingModel(nbytes, layers, forward, backward), bucket_cap_mb=bucket_mb)
@@ -387,7 +385,7 @@ def _print(constants: Mapping[str, Constants], lines: Sequence[dict[str, Any]], 
 
 
 class Curve(NamedTuple):
-    """One line of the picture: its name, its colour, and what the model is asked."""
+    """One line of the picture, and its arguments of the model."""
 
     name: str
     colour: str
@@ -400,15 +398,15 @@ class Curve(NamedTuple):
         return predict(self.load, Cluster(nodes, _RANKS_A_NODE, self.is_flat), self.constants)
 
     def first_late_mask(self) -> int | None:
-        """The smallest number of ranks for which the first bucket waits for the mask; None where it never does."""
+        """The smallest number of ranks at which the first bucket waits for the mask; None if it never does."""
         late = (nodes for nodes in range(2, _MOST_NODES + 1) if self.at(nodes).mask_delay > 0)
         return next((nodes * _RANKS_A_NODE for nodes in late), None)
 
 
 def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
-    """The lines of the picture, by the constants of the transports that were measured: ``"ring"``, ``"doubling"``.
+    """The lines of the picture, given constants by algorithm, ``"ring"`` or ``"doubling"``.
 
-    The load has a backward that takes as long as its gradients need on a link; so all of it could be hidden.
+    Backward takes as long as its gradients need on a link, so all communication could be hidden.
     """
     backward = 2 * _DRAWN_NBYTES * next(iter(constants.values())).wire_per_byte
     load = Load(_DRAWN_NBYTES, _DRAWN_PARAMETERS, backward / 2, backward)
@@ -424,7 +422,7 @@ def scaling_curves(constants: Mapping[str, Constants]) -> list[Curve]:
 
 
 def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
-    """Draw what the model says of up to 10,000 ranks, and write it to ``path``: .png, .svg or .pdf."""
+    """Draw the model's predictions for up to 10,000 ranks, and write the picture to ``path``: .png, .svg or .pdf."""
     from matplotlib.figure import Figure
 
     nodes = sorted({round(2 * 1.12**k) for k in range(58) if 2 * 1.12**k < _MOST_NODES} | {_MOST_NODES})
@@ -457,7 +455,7 @@ def draw_scaling(constants: Mapping[str, Constants], path: Path) -> None:
 
 
 def _mark_first_bucket(axis: Any, load: Load, masks: Sequence[Curve]) -> None:
-    """Mark where the mask begins to show: beyond the time at which the first bucket is complete."""
+    """Mark the time at which the first bucket is complete, and from how many ranks on the mask arrives later."""
     seconds = load.backward * load.bucket_bytes / load.nbytes
     axis.axhline(seconds, color="#444444", linewidth=1, linestyle="--")
     where = {"xycoords": ("axes fraction", "data"), "va": "bottom", "fontsize": _FONT}

@@ -1,8 +1,8 @@
 """Draws one step of torch DDP above the same step of ppe_ddp, on one scale.
 
-The ranks are on this machine; with --nodes N on N nodes that are made of it,
+The ranks are on this machine, or with --nodes N on N nodes that are made of it,
 each with a link of --mbit to the others (as root; see `ppe_ddp.testing.Nodes`).
-torch's wrapper is seen by a hook around its own all-reduce. Needs matplotlib.
+torch's wrapper is observed by a hook around its all-reduce. Needs matplotlib.
 
   python -m benchmarks timeline --out step.png
   python -m benchmarks timeline --out step.png --nodes 2 --compressor int8
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, draw, and print the numbers; 1 if a rank failed, 2 where there can be no nodes, or no pictures."""
+    """Record, draw, and print the numbers; 1 if a rank failed, 2 if nodes or pictures cannot be made."""
     contestants = [] if arguments.no_torch else ["torch DDP"]
     contestants += ["ppe_ddp", *(f"ppe_ddp, {name}" for name in arguments.compressor)]
     panels = {}
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
-    """One rank's part: train, and record the last steps."""
+    """Train on this rank, and record the last steps."""
     workload = WORKLOADS[model]
     module, batch = workload.made()
     wrapper: TorchDDP | DistributedDataParallel
@@ -95,13 +95,12 @@ def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
 
 
 class TorchSpans:
-    """Watches one of torch's wrappers, which records nothing, by hooks around its own all-reduce.
+    """Records what torch's wrapper does, by a hook around its all-reduce.
 
-    The end of autograd's part is noted by a callback that comes before the wrapper's own, which waits; the end of that
-    by a callback after it.
+    Callbacks before and after the wrapper's own, which waits, note the end of autograd's part and of the backward.
 
     Args:
-        wrapper: Used for the first time after this; it must have no hook of its own.
+        wrapper: A wrapper that was not used before, and has no hook.
     """
 
     def __init__(self, wrapper: TorchDDP) -> None:
@@ -126,7 +125,7 @@ class TorchSpans:
 
     def _end_of_autograd(self) -> None:
         self._recorder.backward_at = perf_counter_ns()
-        at_end_of_backward(self._end)  # after the wrapper's callback, which is queued already
+        at_end_of_backward(self._end)  # after the wrapper's callback, which is in the queue already
 
     def _end(self) -> None:
         self._recorder.returned_at = self._recorder.done_at = perf_counter_ns()

@@ -1,9 +1,9 @@
-"""Trains small tasks to a loss, by each compressor and by torch's own hooks.
+"""Trains small tasks to a loss, with each compressor and with torch's own hooks.
 
-On ranks of this machine, or on --nodes of it that are joined by links of --mbit
-(as root). All methods take some steps in turn, so that what else the machine
-does touches them alike; the clock is each method's own. --out draws the losses
-over time (needs matplotlib).
+It runs on ranks of this machine, or on --nodes that are made of it, with links
+of --mbit (as root). All methods take turns of a few steps, so that other
+programs slow them alike; each has its own clock. --out draws the losses over
+time (needs matplotlib).
 
   python -m benchmarks training --task trees --nodes 2 --mbit 100 --out loss.png
 """
@@ -36,32 +36,32 @@ from ppe_ddp.cli.command_line import add_json, count, fail, output, write_report
 from ppe_ddp.compression import FP16, Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, PowerSGD, Sign, TopK, WarmUp
 from ppe_ddp.testing import NodesError, RankError
 
-_IN_TURN = 10  # steps; and so many losses are averaged
+_IN_TURN = 10  # steps of a turn, whose losses are averaged
 _OUTER_EVERY = 10
 _WARM_UP = 5  # steps, of PowerSGD
-_STEPS_A_SEED = 2_000  # more than any task has, so that no seed has the batches of another
+_STEPS_A_SEED = 2_000  # more than a task has, so that each seed has other batches
 
 Line = dict[str, Any]
 
 # ---------------------------------------------------------------------- tasks
-# Small, real, on data that are on every machine or come with scikit-learn. Weights follow from torch's global
-# generator, data from rank and step, so that all contestants train the same thing.
+# Their data are on every machine, or come with scikit-learn. Weights follow from torch's global generator, batches from
+# rank and step, so that all contestants train the same.
 
-_HELD_OUT = 5  # one in so many is for the test
+_HELD_OUT = 5  # one sample in five is for the test
 _STATEMENTS = ("Assign", "AugAssign", "Expr", "For", "If", "Raise", "Return", "While", "With")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and when it has learned enough."""
+    """A model, its data, and the loss to reach."""
 
-    build: Callable[[], nn.Module]  # makes a new model, which gives the scores of each class
+    build: Callable[[], nn.Module]  # makes a model, whose output are the scores of the classes
     batch: Callable[[int, int], tuple[Any, Tensor]]  # inputs and labels, by rank and step
     held_out: tuple[Any, Tensor]  # inputs and labels for the test
-    steps: int  # how many there are, unless the user says otherwise
-    target: float  # the mean loss of the last steps to reach
-    lr: float  # of Adam, in the first half of the steps; then it goes down to nothing
-    is_dynamic: bool = False  # whether a step leaves parameters out, other ones on each rank
+    steps: int  # by default
+    target: float  # the mean loss of a turn to reach
+    lr: float  # of Adam, in the first half of the steps; it decays to zero in the second
+    is_dynamic: bool = False  # a step leaves parameters out, others on each rank
 
 
 def _digits() -> Task:
@@ -83,7 +83,7 @@ def _digits() -> Task:
 
 
 def _trees() -> Task:
-    """The kind of a statement from the syntax tree below it: another network in every step and on every rank."""
+    """Predict the kind of a statement from its syntax tree: another graph in every step and on every rank."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]  # the same on every rank of one machine
     roots = [node for path in files for node in ast.walk(ast.parse(path.read_bytes()))]
     sizes = [sum(1 for _ in ast.walk(root)) if type(root).__name__ in _STATEMENTS else 0 for root in roots]
@@ -102,7 +102,7 @@ def _trees() -> Task:
 
 
 class _TreeNetwork(nn.Module):
-    """A cell for each kind of node, and a classifier of the sum of what is below a statement."""
+    """A cell for each kind of node, which is applied to each subtree, and a classifier."""
 
     def __init__(self, kinds: list[str], width: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _TreeNetwork(nn.Module):
 
 
 TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
-"""All of them; made when they are wanted, which reads their data."""
+"""All tasks; making one reads its data."""
 
 # ---------------------------------------------------------------------- methods
 
@@ -129,20 +129,20 @@ TASKS: dict[str, Callable[[], Task]] = {"digits": _digits, "trees": _trees}
 class Method:
     """A way to synchronize."""
 
-    hook: Callable[[], tuple[Any, ...]] = tuple  # makes the arguments of ``register_comm_hook``; nothing for no hook
-    is_torchs: bool = False  # whether in torch's wrapper
-    # Makes outer steps, of which there is one after every ten inner ones; None for gradients in each step.
+    hook: Callable[[], tuple[Any, ...]] = tuple  # makes the arguments of ``register_comm_hook``; empty for no hook
+    is_torchs: bool = False  # in torch's wrapper
+    # Makes outer steps, one after ten inner ones; None to average gradients in each step.
     outer: Callable[[DistributedDataParallel, torch.optim.Optimizer], object] | None = None
 
 
 def _warmed_up(compressor: Compressor, steps: int) -> Method:
-    """The recommended composition: errors are fed back, and the first steps, which change most, are nearly exact."""
+    """The recommended composition: with error feedback, and nearly exact in the first steps, which change most."""
     return Method(lambda: (WarmUp(ErrorFeedback(compressor), steps, before=Int8()),))
 
 
-# What takes part; the first is what the others are compared with. torch's wrapper takes its hook for bfloat16 over NCCL
-# and XCCL alone. Its hook for PowerSGD is in our wrapper, which waits for one bucket before the next: with several of
-# them in torch's own, over gloo, the order of messages is not the same on all ranks, and gloo ends the processes.
+# The others are compared with the first. torch's wrapper takes its hook for bfloat16 only over NCCL and XCCL. torch's
+# PowerSGD is in our wrapper, which waits for one bucket before the next: in torch's, over gloo, several buckets send
+# messages in different orders on the ranks, and gloo ends the processes.
 METHODS: dict[str, Method] = {
     "torch DDP": Method(is_torchs=True),
     "none": Method(),
@@ -163,7 +163,7 @@ METHODS: dict[str, Method] = {
         outer=lambda wrapper, optimizer: DiLoCo(wrapper, optimizer, every=_OUTER_EVERY, lr=0.7, momentum=0.3),
     ),
 }
-# Torch's own wrapper and hooks are dashed, in the colour of the same method of ours.
+# Of METHODS. torch's wrapper and hooks are dashed, in the colour of the same method of ours.
 _COLOURS = ("#777777", "#333333", "", "#2e6fb0", "#17a2a2", "#9467bd", "#e69f00", "", "#d62728", "#8c564b", "#2a9d6f")
 
 
@@ -182,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, and print what came out; 1 if a rank failed, 2 if nodes cannot be made, or something is not installed."""
+    """Train and print; 1 if a rank failed, 2 if nodes cannot be made or a package is missing."""
     lines: list[Line] = []
     try:
         with started_ranks(arguments) as ranks:
@@ -202,11 +202,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-@without_warnings()  # that compression cannot pay on one machine is known
+@without_warnings()  # as compression cannot pay on one machine
 def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 1) -> list[Line]:
-    """Train one task by some methods in the default process group, on all ranks together: a line a method.
+    """Train one task by some methods in the default process group, on all ranks together. Returns a line for each.
 
-    Accuracies are those of all seeds, all else is of the first.
+    Accuracies are of all seeds, all else is of the first seed.
     """
     torch.set_num_threads(1)
     task = TASKS[task_name]()
@@ -225,15 +225,14 @@ def train(task_name: str, names: Sequence[str], steps: int | None, seeds: int = 
 
 
 class _Run:
-    """One method with its own copy of the model."""
+    """The training of one copy of the model by one method."""
 
     def __init__(self, task: Task, method: Method, seed: int, steps: int) -> None:
         torch.manual_seed(seed)
         self._task, self._method, self._first_step = task, method, seed * _STEPS_A_SEED
         self._module = task.build()
         self._optimizer = torch.optim.Adam(self._module.parameters(), lr=task.lr, fused=True)
-        # Constant for the first half, and down to nothing: with a constant one accuracy in the end is what the last
-        # batches make of it.
+        # Decays in the second half: with a constant rate the last batches would decide the accuracy.
         self._schedule = LambdaLR(self._optimizer, lambda step: min(1.0, 2 - 2 * step / steps))
         self._wrapper: TorchDDP | DistributedDataParallel
         if method.is_torchs:
@@ -278,7 +277,7 @@ class _Run:
         inputs, labels = self._task.held_out
         with torch.no_grad():
             accuracy = float((self._module(inputs).argmax(-1) == labels).float().mean())
-        is_known = not self._method.is_torchs and len(self._method.hook()) < 2  # what torch's hooks send is not
+        is_known = not self._method.is_torchs and len(self._method.hook()) < 2  # not for torch's hooks
         return {
             "ranks": size,
             "nbytes": largest(self._nbytes) / steps if is_known else None,

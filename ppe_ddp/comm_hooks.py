@@ -1,4 +1,4 @@
-"""Hooks and compressors of users: what is registered with a wrapper."""
+"""The hooks and compressors that users have registered with a wrapper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import CommHook, SyncHook
 
 NOT_GIVEN: Any = object()
-"""Tells a hook's state that is None from one that is left out."""
+"""Stands for a state that was left out, as None may be a hook's state."""
 
 
 class Hooks:
@@ -29,7 +29,7 @@ class Hooks:
         self.comm_state = CommState()  # what the compressor remembers
 
     def add(self, state: Any, hook: Any) -> RemovableHandle | None:
-        """Add a hook of the kind that the arguments show; gives a handle for one of pytorch-pfn-extras' kind."""
+        """Add a hook, whose kind the arguments show. Returns a handle for one of pytorch-pfn-extras' kind."""
         one = hook if state is NOT_GIVEN else state
         is_alone = hook is NOT_GIVEN or state is NOT_GIVEN
         if isinstance(one, type) and issubclass(one, Compressor):
@@ -43,17 +43,11 @@ class Hooks:
             return handle
         if not is_alone:
             check_call("hook", hook, ("state", "bucket"))
-        self._check_free()
+        if self.comm is not None or self.compressor is not None:
+            before = self.compressor or "a hook"
+            raise UnusableError(f"a wrapper takes one compressor or one hook of torch's kind, and has {before} already")
         if is_alone:
             self.compressor = one
         else:
             self.comm = (state, hook)
         return None
-
-    def _check_free(self) -> None:
-        if self.comm is not None:
-            raise UnusableError("a wrapper takes one hook of torch's kind or one compressor, and has a hook already")
-        if self.compressor is not None:
-            raise UnusableError(
-                f"a wrapper takes one compressor or one hook of torch's kind, and has {self.compressor!r}"
-            )

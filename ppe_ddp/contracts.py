@@ -8,7 +8,6 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
@@ -65,15 +64,6 @@ def is_waitable(value: object) -> TypeGuard[Waitable]:
     return callable(getattr(value, "wait", None))
 
 
-class Division(enum.Enum):
-    """Says who divides the gradients of a bucket by the world size, so that their sum over the ranks is the mean."""
-
-    BY_FUNCTION = enum.auto()
-    """The function that gets the bucket divides."""
-    DONE = enum.auto()
-    """The gradients are divided already."""
-
-
 class GradBucket(list["Tensor"]):
     """The gradients that are reduced together: a list of tensors that also has torch's ``GradBucket`` methods.
 
@@ -84,16 +74,8 @@ class GradBucket(list["Tensor"]):
     Every rank gets the same buckets in the same order, with the same parameters in each.
     """
 
-    _buffer: Tensor
-    _parameters: list[nn.Parameter]
-    _names: tuple[str, ...]
-    _index: int
-    _is_last: bool
-    _division: Division
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         gradients: Sequence[Tensor],
         buffer: Tensor,
         *,
@@ -101,17 +83,13 @@ class GradBucket(list["Tensor"]):
         names: tuple[str, ...],
         index: int,
         is_last: bool,
-        division: Division = Division.BY_FUNCTION,
-    ) -> GradBucket:
-        """Make a bucket of ``gradients``, which are views of ``buffer`` (1-D, their total size)."""
-        bucket = cls(gradients)
-        bucket._buffer = buffer
-        bucket._parameters = parameters
-        bucket._names = names
-        bucket._index = index
-        bucket._is_last = is_last
-        bucket._division = division
-        return bucket
+        is_divided: bool = False,
+    ) -> None:
+        super().__init__(gradients)
+        self._buffer = buffer
+        self._parameters, self._names = parameters, names
+        self._index, self._is_last = index, is_last
+        self._is_divided = is_divided
 
     # A real list, not an abstract Sequence, because the C++ argument parser of torch requires one. Not a tuple,
     # because torch's own hooks treat a tuple as one that holds the buffer.
@@ -153,15 +131,15 @@ class GradBucket(list["Tensor"]):
         """Whether this is the last bucket of this backward."""
         return self._is_last
 
-    def division(self) -> Division:
-        """Says who divides by the world size: the function that gets the bucket, unless it ``takes_divided``."""
-        return self._division
+    def is_divided(self) -> bool:
+        """Whether the gradients are divided by the world size already, as for a function that ``takes_divided``."""
+        return self._is_divided
 
     def divide(self, world_size: int) -> None:
-        """Divide the gradients by the world size, in place, if that is left to the function."""
-        if self._division is Division.BY_FUNCTION:
+        """Divide the gradients by the world size, in place, unless they are divided already."""
+        if not self._is_divided:
             scale(self._buffer, self._buffer, 1.0 / world_size)
-            self._division = Division.DONE
+            self._is_divided = True
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat gradients by ``buffer`` (1-D, same number of elements, any dtype).

@@ -1,12 +1,14 @@
 """The exceptions of ppe_ddp: one tree, by what a caller can do about them.
 
-A mistake in a call is a plain ``ValueError`` or ``TypeError``; what goes wrong between ranks, or in a
-function that a user plugged in, is one of these.
+A mistake in a call is a plain ``ValueError`` or ``TypeError``. An error between ranks, or in a function that a user has
+plugged in, is one of these.
 """
 
 from __future__ import annotations
 
+import difflib
 import traceback
+from collections.abc import Iterable
 
 
 class PpeDdpError(RuntimeError):
@@ -19,7 +21,7 @@ class DisagreementError(PpeDdpError):
     Raised with the same text on every rank, before any gradient or parameter has moved.
 
     Attributes:
-        is_of_places: Whether it is that the ranks have run different numbers of synchronized backwards.
+        is_of_places: True if the ranks have run different numbers of synchronized backwards.
     """
 
     is_of_places: bool = False
@@ -33,17 +35,17 @@ class CheckpointError(PpeDdpError):
 
 
 class FunctionError(PpeDdpError):
-    """A reduce function, broadcast function or hook broke its contract (wrong type, wrong size)."""
+    """A reduce function, broadcast function or hook has broken its contract, such as by a result of a wrong type."""
 
 
 class CommunicationError(PpeDdpError):
     """A collective failed or timed out. The process group can usually not be used any more.
 
     Attributes:
-        ranks: Those that have died, have left, are stopped or have not come; None where nobody has looked for them.
-        step: The step in which the first of them was seen last, by the engine's count; None where it is not known.
-        phase: What that one had done last in it; empty where it is not known.
-        reason: The error by which the rank has left, in one line; empty where it is none of its own, or not known.
+        ranks: The ranks that have died, have left, are stopped or have not come; None if nobody has looked for them.
+        step: The step in which the first of them was seen last, by the engine's count; None if it is not known.
+        phase: The last that this rank did in the step; empty if it is not known.
+        reason: The error with which it has left, in one line; empty if it has none or it is not known.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -53,17 +55,17 @@ class CommunicationError(PpeDdpError):
 
 
 class PeerAbortedError(PpeDdpError):
-    """The backward of another rank raised, or its part in the communication, so this step's gradients lack its share.
+    """Another rank's backward or communication raised an error, so this step's gradients lack its share.
 
     The ranks are in step again: the next forward and backward work.
 
     Attributes:
-        rank: The rank; the first, where several have failed.
-        step: The step in which it failed, by the engine's count; None where it is not known.
+        rank: The rank in the wrapper's group; the first, if several have failed.
+        step: The step in which it failed, by the engine's count; None if it is not known.
         phase: The phase of the backward in which it failed.
         reason: Its error, in one line.
-        job_rank: The same rank among all ranks of the job; None where it is not known.
-        is_in_step: Whether the communication of the step did not end: the step is complete but for that rank's share.
+        job_rank: The same rank in the default process group; None if it is not known.
+        is_in_step: True if communication went on, so that the step is complete except for that rank's share.
     """
 
     rank: int | None = None
@@ -76,11 +78,11 @@ class PeerAbortedError(PpeDdpError):
 
 
 class AbortedError(PpeDdpError):
-    """This rank has given a step up; in the reports to the other ranks, and never raised."""
+    """This rank has given a step up; named in reports to other ranks, and never raised."""
 
 
 class NonFiniteGradientError(PpeDdpError):
-    """A rank has found NaN or infinity in its gradients before they were averaged; raised on every rank.
+    """A rank has found NaN or infinity in its gradients before averaging; raised on every rank.
 
     The ranks are in step: the next forward and backward work.
     """
@@ -89,18 +91,24 @@ class NonFiniteGradientError(PpeDdpError):
 
 
 class UnusableError(PpeDdpError):
-    """What was called cannot work here, or not now: its process group was destroyed, or this is a forked child."""
+    """A call cannot work here or now, such as on a process group that was destroyed, or in a forked child."""
 
 
 class TorchChangedError(PpeDdpError):
-    """This version of torch does not behave as this library needs it, where torch promises nothing.
+    """A private part of this version of torch does not behave as this library needs it.
 
-    The message names what has found it; ``python -m ppe_ddp doctor`` tells whether this version was tried.
+    The message names it; ``python -m ppe_ddp doctor`` tells whether this version was tried.
     """
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word, such as "; did you mean 'gloo'?"; empty if no known one is near."""
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 def clear_frames(error: BaseException) -> None:
-    """Clear the local variables of what has raised ``error``: they may hold a group, and so its connections."""
+    """Clear the local variables in the tracebacks of ``error``, as they may keep a group and its connections alive."""
     seen: set[int] = set()
     errors: list[BaseException | None] = [error]
     while errors:

@@ -35,7 +35,7 @@ def average(gradients: GradBucket, group: ProcessGroup | None = None) -> Waitabl
         group: The process group; None is the default group.
 
     Returns:
-        The Work of the all-reduce, or None where one rank is alone.
+        The Work of the all-reduce, or None if one rank is alone.
     """
     world_size = dist.get_world_size(group)
     gradients.divide(world_size)
@@ -53,21 +53,21 @@ def is_plain_average(function: object) -> bool:
 
 
 def own_function(function: object) -> str:
-    """The words by which ranks compare a reduce function: the user's own, or empty for one that only averages."""
+    """The text by which ranks compare their reduce functions; empty for one that only averages."""
     return "" if is_plain_average(function) else "reduce_function of the user's own"
 
 
 def takes_divided(function: F) -> F:
-    """Declare that a reduce function only sums: its gradients come divided by the world size.
+    """Declare that a reduce function only sums, so that it gets gradients that are divided by the world size.
 
-    The division is made while the gradients are copied into the bucket, where it costs next to nothing::
+    They are divided while they are copied into the bucket, which costs next to nothing::
 
         @takes_divided
         def sum_up(gradients, group):
-            gradients.divide(dist.get_world_size(group))  # where nobody has: another function calls this one
+            gradients.divide(dist.get_world_size(group))  # does nothing if they are divided already
             return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
-    The function is returned, with its attribute ``takes_divided`` set.
+    Sets the attribute ``takes_divided`` of the function, and returns it.
     """
     function.takes_divided = True  # type: ignore[attr-defined]
     return function
@@ -76,15 +76,15 @@ def takes_divided(function: F) -> F:
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, source: int = 0) -> Waitable | None:
     """Overwrite ``tensors`` by those of one rank of ``group``: the default broadcast function.
 
-    They travel as bytes, so that every dtype works over every backend; small ones are packed together.
+    They are sent as bytes, so that every dtype works over every backend; small ones are packed together.
 
     Args:
-        tensors: Of any dtypes and shapes, on one device; changed in place. The same list on every rank.
+        tensors: Tensors of any dtypes and shapes, on one device, alike on every rank; changed in place.
         group: The process group; None is the default group.
-        source: Whose tensors; a rank of the group.
+        source: The rank of the group whose tensors are sent.
 
     Returns:
-        What is in flight; ``wait()`` puts it in place. None where one rank is alone.
+        What is in flight, whose ``wait()`` writes the tensors; None if one rank is alone.
     """
     if dist.get_world_size(group) == 1:
         return None
@@ -94,15 +94,15 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
 def overlapped(function: ReduceFunction) -> ReduceFunction:
     """Run a blocking reduce function on a thread of its own, so that it overlaps with backward.
 
-    The buckets go through one thread in their order, so every rank still communicates in the same order. The
-    function must not use a process group other than the one that it is given. On a machine whose cores are
-    all busy, and with a transport that waits by spinning (MPI), calling inline is usually faster.
+    One thread reduces the buckets in their order, so all ranks communicate in the same order. The function must use
+    only the process group that it is given. If all cores are busy, or the transport waits by spinning (MPI), it is
+    usually faster without this.
 
     Args:
         function: A reduce function that returns when the result is in place.
 
     Returns:
-        A reduce function that returns at once, with a Future.
+        A reduce function that returns a Future at once.
     """
     return _Overlapped(function)
 
@@ -123,7 +123,7 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 class _BroadcastMessage:
-    """One message of a broadcast; ``wait()`` copies it into the tensors."""
+    """One message of a broadcast; ``wait()`` copies it into the tensors if they were packed."""
 
     def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
@@ -150,15 +150,15 @@ class _BroadcastMessage:
 
 
 class _Overlapped:
-    """See :func:`overlapped`. The thread is started by the first bucket and shared by all that follow."""
+    """The result of :func:`overlapped`; the first bucket starts the thread."""
 
     def __init__(self, function: ReduceFunction) -> None:
         functools.update_wrapper(self, function, updated=())
         self.takes_divided = getattr(function, "takes_divided", False)
         self._function = function
         self._thread: ThreadPoolExecutor | None = None
-        # Not arguments of submit(): the traceback of an error keeps the frames that it has come through, and the
-        # pool's would hold the process group, whose connections end with the last reference.
+        # Not arguments of submit(): an error's traceback would keep the pool's frames, and so the process group, whose
+        # connections end with the last reference.
         self._calls: deque[tuple[Any, Any, GradBucket, ProcessGroup | None]] = deque()
         self._failed: tuple[int, int, Exception] | None = None
 
@@ -184,9 +184,10 @@ class _Overlapped:
         if failed is not None:
             future.set_exception(failed)
         else:
-            # A Future makes the streams wait only for what is in its value.
+            # The value, as a Future makes streams wait only for the tensors in it.
             future.set_result(gradients.buffer())
-        # The error's frames keep this one, which would keep its future: no collector finds a cycle through C++.
+        # An error's traceback keeps this frame, and so the future that has the error; the collector does not see the
+        # part of that cycle in C++.
         del future, gradients, failed
 
     def _error_of(self, ready: Any, gradients: GradBucket, group: ProcessGroup | None) -> Exception | None:
@@ -203,7 +204,7 @@ class _Overlapped:
         return None
 
     def _failed_before(self, index: int, group: int) -> Exception | None:
-        """The error of an earlier bucket of this step: the other ranks would take this bucket for that one."""
+        """The error of an earlier bucket of this step, after which other ranks would take this bucket for that one."""
         if self._failed is not None:
             failed_index, failed_group, error = self._failed
             if group == failed_group and index > failed_index:

@@ -1,14 +1,12 @@
-"""init_process_group(): joins the other ranks, whichever launcher started this process.
+"""init_process_group(): joins the other ranks, whichever launcher has started this process.
 
-Owns the choice of backend and device, and the stores at which ranks meet. The launchers themselves are in
-``launchers.py``.
+It chooses backend and device, and makes the store at which ranks meet. The launchers are in ``launchers.py``.
 """
 
 from __future__ import annotations
 
 import atexit
 import datetime
-import difflib
 import importlib.util
 import inspect
 import ipaddress
@@ -32,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
-from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, did_you_mean
 from ppe_ddp.launchers import Rendezvous, detect
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ logger = logging.getLogger("ppe_ddp")
 
 _NOT_OF_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
-_EXIT_SECONDS = 3.0  # that a rank which has failed has to exit before those that have heard of it
+_EXIT_SECONDS = 3.0  # for which other ranks wait before they exit, so that the rank that failed is the first
 
 Timeout = datetime.timedelta | None
 
@@ -56,12 +54,12 @@ class Job:
 
     Attributes:
         rank: The rank in the default process group, from 0.
-        world_size: How many ranks the default process group has.
+        world_size: The number of ranks in the default process group.
         local_rank: The rank among the processes of this machine, from 0.
-        device: Where this rank's model belongs: `cuda:N` or `cpu`.
-        backend: The backend as torch.distributed was told, such as `gloo` or `cpu:gloo,cuda:nccl`.
-        launcher: What started the ranks: `torchrun`, `mpirun`, `slurm`, `alone` for a process that no launcher
-            started, or `caller` where torch.distributed was initialised before.
+        device: The device for this rank's model: `cuda:N` or `cpu`.
+        backend: The backend of the default process group, such as `gloo` or `cpu:gloo,cuda:nccl`.
+        launcher: What has started the ranks: `torchrun`, `mpirun`, `slurm`; `alone` if nothing has, or `caller` if
+            torch.distributed was initialized before.
     """
 
     rank: int
@@ -81,46 +79,44 @@ def init_process_group(
     quiet: bool = False,
     **unknown: Never,
 ) -> Job:
-    """Joins the job that this process was started in, and says which rank and device it got.
+    """Joins the job that this process was started in. Every rank must call it, once.
 
-    Every rank must call it, once. What started the ranks is read from the environment, the first of these
-    that fits: torchrun (or anything that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`), then
-    mpirun (of MPICH, Open MPI, Intel MPI, MVAPICH2 or Cray), then a task of Slurm's `srun`, else a lone
-    process, which becomes a world of one rank and opens no port. A shell of `sbatch` or `salloc` without
-    `srun` is a lone process.
+    The environment shows what has started the ranks; the first of these that fits counts:
 
-    Where the model can run on CUDA, the current CUDA device is set to the local rank's. If
-    torch.distributed is initialised already, nothing is changed, the arguments are not looked at, and the
-    returned job describes what is there.
+    - torchrun, or anything else that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`;
+    - mpirun of MPICH, Open MPI, Intel MPI, MVAPICH2 or Cray;
+    - Slurm's `srun`;
+    - nothing, also in a shell of `sbatch` or `salloc` without `srun`: a world of one rank, which opens no port.
+
+    If the backend serves CUDA, the current CUDA device is set to that of the local rank. If torch.distributed is
+    initialized already, nothing changes, arguments are ignored, and the returned job describes the existing group.
 
     Args:
         backend: A backend of torch.distributed, such as `gloo`, or one for each kind of device, such as
-            `cpu:gloo,cuda:nccl`. By default the latter where CUDA and NCCL are available, else `mpi4py` under
-            mpirun and `gloo` elsewhere.
-        init_method: Where the ranks meet, if not where the launcher says: `tcp://host:port`,
-            `file:///path`, `env://`, or `mpi://` for any backend under mpirun.
-        timeout: How long a collective, or the meeting itself, may take: seconds or a timedelta. By
-            default what torch.distributed has for the backend.
+            `cpu:gloo,cuda:nccl`. The default is the latter if CUDA and NCCL are available, else `mpi4py` under mpirun,
+            else `gloo`.
+        init_method: Where the ranks meet, instead of where the launcher says: `tcp://host:port`, `file:///path`,
+            `env://`, or under mpirun `mpi://` for any backend.
+        timeout: The longest time of a collective, and of this call, in seconds or as a timedelta. The default is
+            torch.distributed's for the backend.
         pg_options: Options of the backend, such as ``ppe_ddp.backends.mpi.MpiOptions(thread=True)``.
-        quiet: Whether rank 0 leaves out the line on stderr that says what was chosen.
-        **unknown: There are no others; those of torch are told from misspelt ones.
+        quiet: Do not print on rank 0's stderr what was chosen.
+        **unknown: Refused. The error explains torch's own keywords, and names the nearest for a misspelt one.
 
     Returns:
         The job as this rank sees it.
 
     Raises:
         TypeError: ``timeout`` is neither a number nor a timedelta, or there is no such keyword.
-        ValueError: No such backend is registered; the message names the nearest. Or a variable of the environment is
-            missing, not a number or out of range, or there are more ranks on this machine than CUDA devices; the
-            message names the variable.
+        ValueError: No such backend is registered; the message names the nearest. Or a variable of the environment,
+            which the message names, is missing, not a number or out of range. Or there are more ranks on this machine
+            than CUDA devices.
         CommunicationError: The ranks could not meet, or mpi4py belongs to another MPI than mpirun.
         UnusableError: The ranks were started by mpirun, and mpi4py is not installed.
     """
     if unknown:
         raise TypeError(_unknown_keyword(next(iter(unknown))))
     limit = _timedelta(timeout)
-    if not dist.is_available():
-        raise UnusableError("this build of torch has no torch.distributed, which ppe_ddp stands on")
     if dist.is_initialized():
         return _job_of_caller()
     place = detect(os.environ, init_method)
@@ -132,7 +128,7 @@ def init_process_group(
     if "TORCHELASTIC_RUN_ID" in os.environ and hasattr(os, "pidfd_open"):
         args = (os.pidfd_open(os.getppid()), place.rank)
         threading.Thread(target=_end_with_launcher, args=args, name="ppe_ddp-launcher", daemon=True).start()
-    _shorten_reports(place.rank)  # first: others wrap the hook that is there, and end the job after it
+    _shorten_reports(place.rank)  # before others wrap the hook: theirs end the job after ours has printed
     _join(place, backend, limit, pg_options)
     job = Job(place.rank, place.world_size, place.local_rank, device, backend, place.launcher)
     if job.rank == 0 and not quiet:
@@ -147,17 +143,15 @@ def _unknown_keyword(name: str) -> str:
             f"ppe_ddp.init_process_group() takes no {name!r}: it finds out who the ranks are from what started them. "
             "Leave it out, or call torch.distributed.init_process_group(), which this library works with as well"
         )
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"ppe_ddp.init_process_group() got an unexpected keyword argument {name!r}{meant}"
+    return f"ppe_ddp.init_process_group() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
 
 
 def check_alone() -> None:
-    """Warn of a module that is trained alone as nobody has initialized torch.distributed; raise on several ranks."""
+    """Warn that torch.distributed is not initialized; UnusableError if a launcher has started several ranks."""
     try:
         place = detect(os.environ)
     except (ValueError, RuntimeError):
-        place = None  # the variables are no launcher's
+        place = None  # not variables of a launcher
     if place is not None and place.world_size > 1:
         raise UnusableError(
             f"rank {place.rank} of {place.world_size}, started by {place.launcher}: torch.distributed is not "
@@ -172,7 +166,7 @@ def check_alone() -> None:
 
 def _default_backend(launcher: str) -> str:
     if torch.cuda.is_available() and dist.is_nccl_available():
-        return "cpu:gloo,cuda:nccl"  # also under mpirun, by which the ranks then only meet
+        return "cpu:gloo,cuda:nccl"  # under mpirun too, where the ranks then only meet over MPI
     return "mpi4py" if launcher == "mpirun" and importlib.util.find_spec("mpi4py") else "gloo"
 
 
@@ -187,7 +181,7 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 1:
-        # With one device a task, Slurm shows each rank only its own, which is then number 0.
+        # Slurm may show each rank only its own device, as number 0.
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise ValueError(
@@ -198,16 +192,15 @@ def _choose_device(backend: str, local_rank: int) -> torch.device:
 
 
 def check_backend(backend: str) -> None:
-    """Refuse a backend that is not registered, where torch fails with an assertion after a warning."""
+    """Refuse a backend that is not registered; torch would fail with an assertion."""
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for entry in backend.split(","):
         name = entry.rpartition(":")[2].strip().lower()
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"no backend {name!r} is registered with torch.distributed{meant} There are {', '.join(known)}; one "
-                "of your own is registered by torch.distributed.Backend.register_backend(), in every process"
+                f"no backend {name!r} is registered with torch.distributed{did_you_mean(name, known) or '.'} There are "
+                f"{', '.join(known)}; register your own in every process, by "
+                "torch.distributed.Backend.register_backend()"
             )
 
 
@@ -220,21 +213,21 @@ def _timedelta(timeout: object) -> Timeout:
 
 
 def _end_with_launcher(launcher: int, rank: int) -> None:
-    """End this rank, as torchrun would, when torchrun itself was killed: nobody would stop what goes on."""
+    """End this rank when torchrun was killed, as torchrun would have done."""
     select.select([launcher], [], [])
     print(f"rank {rank} ends, as torchrun is no more", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _shorten_reports(rank: int) -> None:
-    """Let what many ranks print at once be short: one rank's full traceback is enough.
+    """Print full tracebacks on one rank only.
 
-    Of a Ctrl-C, which all get, rank 0 prints the traceback and each other a line. Of an error that comes from another
-    rank each prints where in the user's code it has come, and the message.
+    After a Ctrl-C rank 0 prints its traceback, and each other rank a line. An error that another rank has caused is
+    printed as its message, with the line of the user's code that has raised it.
     """
     report, heard = sys.excepthook, threading.Event()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        atexit.register(_exit_after_the_cause, heard)  # the first to be registered is the last to run
+        atexit.register(_exit_after_the_cause, heard)  # registered first, so it runs last
 
     def report_briefly(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         own = [frame for frame in traceback.extract_tb(where) if not frame.filename.startswith(_NOT_OF_USERS)]
@@ -249,16 +242,16 @@ def _shorten_reports(rank: int) -> None:
             print(f"rank {rank} has ended here:", file=sys.stderr)
             print("".join(traceback.format_list(own[-1:])), end="", file=sys.stderr)
             print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
-            if not isinstance(error, DisagreementError):  # which all ranks raise alike
+            if not isinstance(error, DisagreementError):  # all ranks raise that one
                 heard.set()
 
     sys.excepthook = report_briefly
 
 
 def _exit_after_the_cause(heard: threading.Event) -> None:
-    """Let the rank that has failed exit before this one, which has only ``heard`` of it.
+    """Let the rank that has failed exit before this one, if this one has only ``heard`` of the failure.
 
-    torchrun calls the first rank to exit the root cause, and ends the others, which ends this wait.
+    torchrun reports the first rank that exits as the root cause. It ends the others, and so this wait.
     """
     if heard.is_set():
         time.sleep(_EXIT_SECONDS)
@@ -267,7 +260,10 @@ def _exit_after_the_cause(heard: threading.Event) -> None:
 def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) -> None:
     where = place.init_method
     try:
-        store = _store(place, timeout)
+        if where is None:
+            store: Store | None = HashStore()
+        else:
+            store = restarted_store(place, timeout, os.environ) or loopback_store(place, timeout, os.environ)
         dist.init_process_group(
             backend,
             init_method=where if store is None else None,
@@ -284,17 +280,11 @@ def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) ->
         ) from error
 
 
-def _store(place: Rendezvous, timeout: Timeout) -> Store | None:
-    if place.init_method is None:
-        return HashStore()
-    return restarted_store(place, timeout, os.environ) or loopback_store(place, timeout, os.environ)
-
-
 def _job_of_caller() -> Job:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     backend = str(dist.get_backend())
     if backend == dist.Backend.UNDEFINED:
-        # What torch has where no backend was named and it chose one for each kind of device.
+        # Nobody has named a backend, and torch has chosen one for each kind of device.
         backend = str(dist.get_backend_config())
     launcher, local_rank = "caller", rank
     try:
@@ -317,21 +307,21 @@ def _describe(job: Job, note: str) -> str:
     return f"{line} ({note})" if note else line
 
 
-# ---------------------------------------------------------------------- stores, where torch's own is not the right one
+# ---------------------------------------------------------------------- stores that are used instead of torch's own
 #
-# torch's server listens on all interfaces of the machine, whatever address the ranks use, and serves whoever comes:
-# ranks that meet on the loopback interface get a server that listens there alone.
+# torch's server listens on all interfaces of the machine, and serves anyone. Ranks that meet on the loopback interface
+# get a server that listens only there.
 #
-# torchrun's agent keeps its store while it starts ranks anew (``--max-restarts``), with all that they have written. A
-# rank that comes first then finds the addresses of the others' predecessors, and waits for them until its timeout: the
-# ranks of each start get names of their own. Nothing that torchrun tells them is the same on all nodes and new with
-# each start: each agent counts its own. So rank 0 chooses a name, and each rank asks for it.
+# When torchrun starts ranks again (``--max-restarts``), its agent keeps the store with all that was written. The first
+# rank would find the addresses of earlier ranks, and wait for them until its timeout. So keys get a prefix that is new
+# with each start. torchrun has nothing that is new with each start and the same on all nodes, as each agent counts its
+# own starts. So rank 0 chooses the prefix, and the others ask for it.
 
 _ASKED, _ANSWERED = "ppe_ddp/start/asked", "ppe_ddp/start/answered"
 
 
 def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
-    """The agent's store, under names of this start alone, for all ranks together; None where torch's will do."""
+    """The store of torchrun's agent with a prefix of this start, made by all ranks together; None if not needed."""
     is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -343,7 +333,7 @@ def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[st
 
 
 def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
-    """What rank 0 calls this start. It answers the ranks of earlier starts, too, of whom nobody reads it."""
+    """The name that rank 0 has chosen for this start. It may also answer ranks of earlier starts, which are gone."""
     own = secrets.token_hex(16)
     if place.rank > 0:
         store.queue_push(_ASKED, f"for {own}")
@@ -361,10 +351,10 @@ def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
 
 
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
-    """The store for ranks that meet at a loopback address, which all of them must then make; None for all others.
+    """The store for ranks that meet at a loopback address; None to leave it to torch.
 
-    None also where torchrun's agent serves already, or where rank 0 finds the port in use: torch shares a server that
-    this process has made before, and says what is wrong in other cases.
+    That is so at other addresses, where torchrun's agent serves, and on rank 0 if the port is in use: by this process
+    itself, whose server torch then uses, or by another one, which torch reports.
     """
     found = _address(place.init_method or "", environment)
     if found is None:
@@ -378,7 +368,7 @@ def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str
         except OSError:
             return None
         served = _tcp_store(*found, place, timeout, listener.detach())
-    # As torch has it, which rank 0 may leave it to: the keys of the others must be the same.
+    # torch's prefix, as rank 0 may have left the store to torch.
     return PrefixStore("default_pg", served)
 
 
@@ -389,7 +379,7 @@ def _tcp_store(host: str, port: int, place: Rendezvous, timeout: Timeout, listen
 
 
 def _address(init_method: str, environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """The loopback address and port that ``init_method`` names, where rank 0 is to serve there."""
+    """The loopback address and port at which rank 0 has to serve; None if there is none."""
     parts = urlsplit(init_method)
     if parts.scheme == "tcp":
         host, port = parts.hostname, parts.port

@@ -1,8 +1,7 @@
 """Finds out which launcher has started this process: torchrun, mpirun, Slurm, or none.
 
-A launcher is a pure function from an environment to this process's place in a job, or to None where the environment is
-not its own, so that each can be tested with a plain dict. Nothing else in the package reads an environment variable to
-find its rank.
+A launcher is a function from the environment to this process's place in a job, or None if another launcher has started
+it. Nothing else in the package reads an environment variable to find its rank.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _MPIRUN_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # Hydra: MPICH and Intel MPI
 )
 
-# Slurm gives the shells of sbatch and salloc step numbers above this one; they are not tasks of srun.
+# Higher numbers are not steps of srun, but the shells of sbatch and salloc.
 _LAST_SRUN_STEP = 0xFFFFFFF0
 
-# Linux hands out ports below this one to outgoing connections, which could then hold ours.
+# Linux gives lower ports to outgoing connections.
 _FIRST_PORT = 61440
 
 
@@ -39,23 +38,20 @@ class Rendezvous:
     """The job that a launcher describes in the environment."""
 
     launcher: str
-    rank: int  # the rank in the whole job
-    world_size: int  # how many ranks the job has
-    local_rank: int  # the rank on this machine
-    # The address where the ranks meet, as torch.distributed takes it. None for a process that is alone and opens no
-    # port.
-    init_method: str | None
-    note: str = ""  # what to tell the user about this choice; empty for nothing
+    rank: int
+    world_size: int
+    local_rank: int  # the rank among those of this machine
+    init_method: str | None  # where the ranks meet, as for torch.distributed; None for one rank, which opens no port
+    note: str = ""  # a hint for the user; may be empty
 
 
 Launcher = Callable[[Environment, str | None], Rendezvous | None]
 
 
 def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
-    """The answer of the first launcher that started this process; that of a lone process where none did.
+    """The job of the first launcher whose variables are in ``environment``; of a lone process if there are none.
 
-    ValueError where its variables are incomplete or wrong, which names the variable; UnusableError under mpirun without
-    mpi4py.
+    ValueError, which names the variable, if variables are missing or wrong; UnusableError under mpirun without mpi4py.
     """
     for launcher in LAUNCHERS:
         place = launcher(environment, init_method)
@@ -65,7 +61,7 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a list in Slurm's notation: `node03` for `node[03-05,9],gpu1`; ValueError without one."""
+    """The first machine of a list in Slurm's notation, such as `node03` of `node[03-05,9],gpu1`; else ValueError."""
     match = re.match(r"(?:[^][,\s]|\[[^][,\s-][^][\s]*\])+(?=,|$)", nodelist.strip())
     if match is None:
         raise ValueError(f"{nodelist!r} is not a list of machines in Slurm's notation")
@@ -73,7 +69,7 @@ def first_host(nodelist: str) -> str:
 
 
 def find_mpirun() -> str | None:
-    """The mpirun beside this Python, which is that of its MPI; else the one on PATH; None where there is neither."""
+    """The mpirun beside this Python, which belongs to its MPI; else the one on PATH; None if there is neither."""
     return shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.which("mpirun")
 
 
@@ -81,10 +77,10 @@ def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezv
     if not any(name in environment for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return None
     if "RANK" not in environment and _is_srun_task(environment):
-        # Batch scripts often export WORLD_SIZE for srun's tasks, which have their rank from Slurm.
+        # Batch scripts often export WORLD_SIZE for tasks of srun, which get their rank from Slurm.
         return None
     rank, world_size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
-    # Kubernetes operators start one process a pod and leave LOCAL_RANK out.
+    # Kubernetes operators start one process a pod, without LOCAL_RANK.
     local_rank = _integer(environment, "LOCAL_RANK", default=0)
     if init_method is None:
         _text(environment, "MASTER_ADDR")
@@ -98,7 +94,7 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
             continue
         rank, world_size = _rank_and_size(environment, rank_name, size_name)
         if _is_srun_task(environment) and (rank, world_size) == _slurm_rank_and_size(environment):
-            # srun sets these too, for MPI programs; mpirun's differ from those of the srun beneath it.
+            # srun sets these too, for MPI programs. Under mpirun within srun, rank and size differ from Slurm's.
             return None
         if world_size == 1:
             return Rendezvous("alone", 0, 1, 0, init_method)
@@ -108,7 +104,7 @@ def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvou
                 "ranks would meet, is not installed: pip install 'ppe_ddp[mpi]', or start the ranks with "
                 f"`torchrun --nproc_per_node={world_size} script.py`"
             )
-        # Where MPI's process manager sets none it is Slurm's, else that of all ranks on one machine.
+        # Without MPI's variable: Slurm's, or the rank, as if all ranks were on one machine.
         other = _integer(environment, "SLURM_LOCALID", default=rank) if _is_srun_task(environment) else rank
         local_rank = _integer(environment, local_name, default=other)
         return Rendezvous("mpirun", rank, world_size, local_rank, init_method or "mpi://")
@@ -132,18 +128,18 @@ def _alone(environment: Environment, init_method: str | None) -> Rendezvous:
 
 
 LAUNCHERS: tuple[Launcher, ...] = (_from_torchrun, _from_mpirun, _from_slurm)
-"""Every launcher that is asked, in order. torchrun comes first because it runs under Slurm and mpirun."""
+"""All launchers, in the order of trial. torchrun is first, since it may run under Slurm or mpirun."""
 
 
 def _is_srun_task(environment: Environment) -> bool:
-    # The shell that sbatch starts has SLURM_PROCID=0 and may have SLURM_NTASKS, but it is no task of a step.
+    # A shell of sbatch also has SLURM_PROCID=0, and may have SLURM_NTASKS.
     if "SLURM_STEP_ID" not in environment or "SLURM_JOB_ID" not in environment:
         return False
     return _integer(environment, "SLURM_STEP_ID") <= _LAST_SRUN_STEP
 
 
 def _slurm_rank_and_size(environment: Environment) -> tuple[int, int]:
-    # A step may use fewer tasks than its job, whose number a batch script can leave in SLURM_NTASKS.
+    # SLURM_NTASKS may be that of the whole job, of which a step uses fewer tasks.
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
     return _rank_and_size(environment, "SLURM_PROCID", size_name)
 
@@ -152,14 +148,14 @@ def _slurm_address(environment: Environment) -> str:
     if environment.get("MASTER_ADDR"):
         return _bracketed(environment["MASTER_ADDR"])
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
-        return "127.0.0.1"  # so that nobody on another machine finds the store
+        return "127.0.0.1"  # keeps the store away from other machines
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environment.get(name):
             try:
                 return first_host(environment[name])
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-    # Only now: it is where srun was called, which is a login node when that was not in a batch script.
+    # Last, as it is where srun was called, which may be a login node.
     if environment.get("SLURM_LAUNCH_NODE_IPADDR"):
         return _bracketed(environment["SLURM_LAUNCH_NODE_IPADDR"])
     raise ValueError("SLURM_STEP_NODELIST is not set, so the ranks cannot find rank 0; set MASTER_ADDR")
@@ -168,7 +164,7 @@ def _slurm_address(environment: Environment) -> str:
 def _slurm_port(environment: Environment) -> int:
     if "MASTER_PORT" in environment:
         return _port(environment)
-    # The step counts too, so that two steps of one job can run side by side.
+    # Differs by step, as two steps of a job may run at the same time.
     job, step = (_integer(environment, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return _FIRST_PORT + (job + 257 * step) % (65536 - _FIRST_PORT)
 

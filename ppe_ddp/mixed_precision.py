@@ -1,12 +1,12 @@
-"""Mixed precision as torch's wrapper has it: a module computes in one dtype and keeps its parameters in another.
+"""Mixed precision with torch's options: a module computes in one dtype and keeps its parameters in another.
 
     forward      parameter ── cast ──> copy in param_dtype, in the parameter's place while the module runs
     backward     .grad     <── cast ── gradient of the copy
     reduction    bucket    ── cast ──> message in reduce_dtype ── cast ──> bucket
 
-torch changes the data of the parameters and changes it back when their bucket has been reduced. Here the cast is a
-part of the graph, so a gradient arrives in ``.grad`` in the parameter's dtype whatever the graph, gradients of several
-backwards add up in that dtype, and after an error or a forward without a backward there is nothing to change back.
+torch's wrapper replaces the data of the parameters until their bucket is reduced. Here the cast is a part of the graph.
+So gradients arrive in the parameter's dtype, those of several backwards add up in it, and nothing has to be restored
+after an error or a forward without a backward.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ppe_ddp.functions import name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
 
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """The dtypes of one wrapper, from torch's ``_MixedPrecision`` or what has its attributes; None to cast nothing.
+    """The dtypes of one wrapper, from torch's ``_MixedPrecision`` or an object like it; None to cast nothing.
 
-    Only floating-point tensors are cast, and none that ``_set_params_and_buffers_to_ignore_for_model`` has marked.
+    Casts floating-point tensors, except those that ``_set_params_and_buffers_to_ignore_for_model`` has marked.
     """
 
     def __init__(self, config: MixedPrecision | None) -> None:
@@ -41,7 +42,7 @@ class Precision:
         self._casts_inputs: bool = getattr(config, "cast_forward_inputs", True)
 
     def __str__(self) -> str:
-        """The dtypes, which must be the same on all ranks, as text; empty where nothing is cast."""
+        """The dtypes as text, by which ranks compare them; empty if nothing is cast."""
         if self._param_dtype is None and self._reduce_dtype is None:
             return ""
         return f"mixed_precision with param_dtype {self._param_dtype}, reduce_dtype {self._reduce_dtype}"
@@ -52,7 +53,7 @@ class Precision:
                 buffer.data = buffer.to(self._buffer_dtype)
 
     def wrap_reduce_function(self, function: ReduceFunction) -> ReduceFunction:
-        """``function``, with buckets in the dtype that gradients are reduced in."""
+        """``function``, called with buckets in the dtype in which gradients are reduced."""
         return function if self._reduce_dtype is None else _CastingReduce(function, self._reduce_dtype)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -79,15 +80,16 @@ class Precision:
 
 
 class _CastParameters:
-    """The parameters of a module in another dtype, for one forward and its backward.
+    """Copies of a module's parameters in another dtype, for one forward and its backward.
 
-    A checkpoint computes parts of the forward again while backward is running, so they are put back in place then.
+    They are in the place of the parameters in the forward, and again in the backward, as a checkpoint computes parts of
+    the forward again.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._is_installed = False
         self._slots: list[tuple[nn.Module, str, nn.Parameter, Tensor]] = []
-        copies: dict[int, Tensor] = {}  # one of a shared parameter, so that its gradients are added before the cast
+        copies: dict[int, Tensor] = {}  # a shared parameter has one, in which its gradients add up before the cast
         for owner in module.modules():
             for key, parameter in parameter_table(owner).items():
                 if isinstance(parameter, nn.Parameter) and _is_cast(parameter, dtype):
@@ -96,7 +98,7 @@ class _CastParameters:
                     self._slots.append((owner, key, parameter, copies[id(parameter)]))
 
     def install(self) -> None:
-        """Put the copies in the place of the parameters; where another forward's are, they stay."""
+        """Put the copies in the place of the parameters, unless those of another forward are there."""
         self._is_installed = True
         for owner, key, parameter, copy in self._slots:
             if parameter_table(owner).get(key) is parameter:
@@ -107,19 +109,19 @@ class _CastParameters:
         for owner, key, parameter, copy in self._slots:
             if parameter_table(owner).get(key) is copy:
                 if isinstance(owner, nn.RNNBase):
-                    setattr(owner, key, parameter)  # which also puts it into the list that it computes with
+                    setattr(owner, key, parameter)  # also sets it in the list of weights with which the RNN computes
                 else:
                     parameter_table(owner)[key] = parameter
 
     @uncompiled_hook
     def reinstall(self, _gradient: Tensor) -> None:
-        """Put the copies in place until the backward that has come to an output is over, or has failed."""
+        """Put the copies in place until the end or the failure of the backward that has reached an output."""
         if not self._is_installed:
             at_end_of_backward(_UntilEndOfBackward(self))
 
 
 class _UntilEndOfBackward:
-    """Keeps copies in place. Autograd calls it at the end, or drops it with a graph task that has failed."""
+    """Keeps copies in place until autograd calls it at the end of a backward, or drops it after a failure."""
 
     def __init__(self, copies: _CastParameters) -> None:
         self._copies = copies
@@ -134,10 +136,10 @@ class _UntilEndOfBackward:
 
 
 class _CastingReduce:
-    """Calls a reduce function with buckets in another dtype; what is in the bucket then is cast back by the engine."""
+    """Calls a reduce function with buckets in another dtype; the engine casts the result back."""
 
     def __init__(self, function: ReduceFunction, dtype: torch.dtype) -> None:
-        self.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)  # for messages
+        self.__qualname__ = name_of(function)  # for messages
         self._function = function
         self._dtype = dtype
 
@@ -145,7 +147,7 @@ class _CastingReduce:
         buffer = gradients.buffer()
         if buffer.is_floating_point() and buffer.dtype is not self._dtype:
             gradients.set_buffer(buffer.to(self._dtype))
-        if getattr(self._function, "takes_divided", False):  # only now, in the dtype that they are reduced in
+        if getattr(self._function, "takes_divided", False):  # divide in the dtype in which they are reduced
             gradients.divide(dist.get_world_size(group))
         return self._function(gradients, group)
 

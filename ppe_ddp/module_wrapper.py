@@ -1,6 +1,6 @@
-"""The base of the wrapper: holds a module, and has its state dict and its names of tensors to ignore.
+"""The base of the wrapper: holds a module, and saves and loads its state dict under the module's own names.
 
-Names in state dicts of torch's wrapper have ``module.`` in front, those of this one have not; both load.
+State dicts of torch's wrapper, whose names begin with ``module.``, load as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ppe_ddp.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, re
 
 
 class ModuleWrapper(nn.Module):
-    """Holds ``module``, which is no wrapper itself; its state dict is that module's, without a prefix."""
+    """Holds ``module``, which must not be a wrapper; the state dict is the module's own, without a prefix."""
 
     def __init__(self, module: nn.Module) -> None:
         if isinstance(module, ModuleWrapper | TorchDDP):
@@ -27,7 +27,7 @@ class ModuleWrapper(nn.Module):
             )
         super().__init__()
         self.module = module
-        # not a method, which would keep the wrapper, and so its hooks, alive until the garbage is collected
+        # A function, as a method would keep the wrapper and its hooks alive until garbage collection.
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ class ModuleWrapper(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """The names that lie in ``module``, unnamed, for ``torch.distributed.checkpoint.state_dict``."""
+        """Tells ``torch.distributed.checkpoint.state_dict`` that names in the state dict lack ``module.``."""
         rename_in_checkpoints(_without_wrappers)
         return {name.split(".")[0]: "module" for name in self.module.state_dict(keep_vars=True)}
 
@@ -60,7 +60,7 @@ class ModuleWrapper(nn.Module):
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """A pre-hook of loading, for a wrapper inside a larger module: that looks for our names with ``module.``."""
+    """Add ``module.`` to names before a larger module loads them, as it expects that of a submodule's submodule."""
     module = wrapper.get_submodule("module")
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
@@ -75,7 +75,7 @@ def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
-    """``state_dict`` with torch's ``module.`` taken off the names that the module knows only without it."""
+    """``state_dict`` without the ``module.`` of torch's wrapper, removed from names that the module has without it."""
     prefix = "module."
     renamed = {
         key: key[len(prefix) :]
@@ -95,7 +95,7 @@ def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapp
 
 
 def _without_wrappers(model: nn.Module, name: str) -> str:
-    """The name in ``model.state_dict()`` of what ``named_parameters()`` calls ``name``; wrappers may be anywhere."""
+    """The name in ``model.state_dict()`` of the parameter that ``named_parameters()`` calls ``name``."""
     kept: list[str] = []
     parts, here = name.split("."), model
     while parts:
@@ -110,7 +110,7 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
 
 
 def _has(module: nn.Module, parts: Sequence[str]) -> bool:
-    """Whether there is such an attribute: a submodule of the user's may be called ``module`` too."""
+    """Whether ``module`` has this attribute; a submodule of the user's may be called ``module``, too."""
     try:
         attrgetter(".".join(parts))(module)
     except AttributeError:

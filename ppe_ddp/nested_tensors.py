@@ -16,7 +16,7 @@ logger = logging.getLogger("ppe_ddp")
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in ``value``. An object of an unknown kind is passed over."""
+    """Every tensor in ``value``; objects of other kinds are skipped."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -31,7 +31,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors; the same object where nothing changed."""
+    """``value`` with ``function`` applied to its tensors; the same object if none changes."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
@@ -63,14 +63,14 @@ def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if not hasattr(value, "__setitem__"):
         return type(value)(items)  # type: ignore[call-arg]
-    twin: Any = copy.copy(value)  # keeps what a subclass has beside its items (default factories, …)
+    twin: Any = copy.copy(value)  # keeps a subclass's other attributes, such as a default factory
     for key, item in items.items():
         twin[key] = item
     return twin
 
 
 class Inputs:
-    """Moves inputs to the device of a module, if it is on exactly one; warns of the first one that was elsewhere."""
+    """Moves inputs to the device of a module that is on one device; warns once if an input is on another."""
 
     def __init__(self, module: nn.Module) -> None:
         self.device: torch.device | None = None
@@ -78,12 +78,12 @@ class Inputs:
         self.find_device(module)
 
     def find_device(self, module: nn.Module) -> None:
-        """Set the device to that of all parameters, or of all buffers if there are none; None where it is not one."""
+        """Set the device to that of all parameters, or of all buffers without parameters; None if there are several."""
         devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
         self.device = devices.pop() if len(devices) == 1 else None
 
     def to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs on the module's device; the same objects where they are there already."""
+        """The inputs on the module's device; the same objects if they are there already."""
         if self.device is None:
             return args, kwargs
         return mapped(self._to_device, args), mapped(self._to_device, kwargs)

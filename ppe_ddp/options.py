@@ -1,4 +1,4 @@
-"""The wrapper's options beside pytorch-pfn-extras' arguments: torch's keywords, and a few of ours."""
+"""The wrapper's options in addition to pytorch-pfn-extras' arguments: torch's keywords, and our own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import torch
 from torch import nn
 
+from ppe_ddp.errors import did_you_mean
 from ppe_ddp.functions import name_of
 from ppe_ddp.torch_internals import fits
 
@@ -26,7 +27,7 @@ logger = logging.getLogger("ppe_ddp")
 
 
 class IgnoredByUs(TypedDict, total=False):
-    """torch's keywords that are accepted and have no effect; for type checkers, so that any other is an error."""
+    """Keywords of torch's wrapper that are accepted without an effect; type checkers refuse all others."""
 
     find_unused_parameters: bool
     static_graph: bool
@@ -40,8 +41,7 @@ class IgnoredByUs(TypedDict, total=False):
     param_to_hook_all_reduce: nn.Parameter | None
 
 
-# What a user of torch may have meant, and why it has no effect here. The rest are hints that torch needs and this
-# library does not: accepted in silence, since nothing is lost.
+# Those that a user may expect to have an effect, and why they have none. The others are hints that only torch needs.
 _WITHOUT_EFFECT = {
     "dim": "inputs are not scattered",
     "output_device": "outputs stay where the module puts them",
@@ -55,45 +55,45 @@ class Options:
     """The options of one wrapper.
 
     Attributes:
-        bucket_cap_mb: Size of a bucket in MiB. Smaller ones are launched earlier and leave less to wait for at the
-            end; larger ones pay the latency of a message less often. None: 4 at first, and after ten steps, where that
-            makes a step shorter, another size: by how long backward took in them, the latency and speed of the
-            group, and what gloo's threads take of cores on which ranks compute, the same on every rank; sums may be
-            rounded otherwise then. It stays 4 with a hook, a function of the user's or a sharded optimizer; and 25,
-            which is torch's, on GPUs. Several: one a bucket in launch order, the last for all further ones; so that a
-            small first bucket is launched early. ``bucket_cap_mb_list``, torch's keyword for several, takes
-            precedence.
-        gradient_as_bucket_view: Let ``.grad`` be a view of the bucket: saves the copy back and its memory. One
-            ``.grad`` that is kept keeps the memory of its bucket; it is never overwritten.
-        init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it,
-            the user answers for both.
-        device_ids: As torch has it: None, or the one device that the module is on.
+        bucket_cap_mb: The size of a bucket in MiB. Smaller buckets are launched earlier, and leave less to wait for at
+            the end; larger ones are fewer messages. None: 4 at first, and 25, as in torch, on GPUs. On CPUs, without
+            hooks, functions of the user's and a sharded optimizer, the ranks may agree on another size after ten steps
+            if that makes a step shorter, by the time of backward, the latency and speed of the group, and the cores
+            that gloo's threads need; sums may then be rounded in another way. Several numbers are the sizes of the
+            buckets in launch order, the last for all further ones, such as for a small first bucket that is launched
+            early. ``bucket_cap_mb_list``, torch's keyword for several, takes precedence.
+        gradient_as_bucket_view: Make ``.grad`` a view of the bucket, which saves a copy and its memory. A ``.grad``
+            that is kept keeps the memory of its whole bucket, and is never overwritten.
+        init_sync: Compare parameters across ranks and broadcast those of rank 0 when wrapping. Without it the user must
+            make sure that they are equal.
+        device_ids: None, or the one device of the module, as in torch.
         device_mesh: A 1-D ``DeviceMesh`` instead of ``process_group``.
-        mixed_precision: As torch has it (``torch.nn.parallel.distributed._MixedPrecision``): compute in
-            ``param_dtype``, reduce gradients in ``reduce_dtype``; parameters and ``.grad`` keep their own dtype.
-        forward_sync_buffers: torch's name for ``broadcast_buffers``, which it overrides where it is not None.
-        overlap: Communicate while backward is running. Without it, all of it comes after: slower, but
-            easier to profile; results are the same.
-        check_for_nan_in_grad: Look for NaN and infinity in this rank's gradients before they are sent, in half a
-            millisecond for 32 MB. Where one rank finds some, all raise
+        mixed_precision: torch's ``torch.nn.parallel.distributed._MixedPrecision``: compute in ``param_dtype``, reduce
+            gradients in ``reduce_dtype``; parameters and ``.grad`` keep their own dtype.
+        forward_sync_buffers: torch's name for ``broadcast_buffers``, which it overrides if it is not None.
+        overlap: Communicate while backward is running. False: communicate after it, which is slower but easier to
+            profile; results are the same.
+        check_for_nan_in_grad: Look for NaN and infinity in this rank's gradients before they are sent, which takes half
+            a millisecond for 32 MB. If a rank finds some, all raise
             :class:`~ppe_ddp.errors.NonFiniteGradientError`, which names ranks and parameters, and ``.grad`` is what
-            each has computed; with ``"skip"`` they log that, and no parameter has a gradient in this step on any rank.
-            On a GPU the host waits for the gradients.
+            each has computed. With ``"skip"`` they log it instead, and no parameter has a gradient in this step on any
+            rank. On a GPU the host waits for the gradients.
         check_drift: Compare the bits of the ranks' parameters, a hundredth of their memory in each synchronized
-            backward. Where they have come to differ, a warning on rank 0 and on those ranks names ranks and
-            parameters; with ``"raise"`` the backward raises :class:`~ppe_ddp.errors.DisagreementError` on every rank
-            when ``.grad`` holds the averages. Buffers are not compared.
+            backward. If they differ, a warning on rank 0 and on the ranks that differ names ranks and parameters. With
+            ``"raise"`` the backward raises :class:`~ppe_ddp.errors.DisagreementError` on every rank, with the averages
+            in ``.grad``. Buffers are not compared.
         record_function: Add ``torch.profiler.record_function`` ranges for negotiation and buckets.
-        average_where_used: Divide the average of a gradient by the number of ranks that have it (``.grad`` is not None
-            before it is synchronized) instead of all, as for an expert or a head that some ranks use: True for all
-            parameters, or patterns of shells for names in the wrapped module (``["experts.*"]``). With
-            :func:`ppe_ddp.weigh` it is the weighted mean over those ranks. A bit for each of these parameters and
-            each rank is added to a message.
-        shared_memory: Sum CPU gradients in memory that the ranks of a node share, where the group is over gloo. Where
-            that cannot be, all ranks go by gloo alone, as without it; each warns once of the reason.
+        average_where_used: Divide by the number of ranks that have a gradient (``.grad`` is not None before it is
+            synchronized) instead of all, such as for an expert or a head that only some ranks use. True for all
+            parameters, or shell patterns of names in the wrapped module (``["experts.*"]``). With
+            :func:`ppe_ddp.weigh` it is the weighted mean over those ranks. A message gets a bit more for each of these
+            parameters and each rank.
+        shared_memory: Sum CPU gradients in memory that the ranks of a node share, if the group is over gloo. If it
+            cannot be used, all ranks use gloo alone, and each warns once of the reason.
 
     Raises:
-        ValueError: A value that cannot be meant.
+        ValueError: A value is out of range.
+        TypeError: ``average_where_used`` is neither a bool nor patterns.
     """
 
     bucket_cap_mb: float | Sequence[float] | None = None
@@ -125,7 +125,7 @@ class Options:
 
     @property
     def bucket_caps_mb(self) -> tuple[float, ...] | None:
-        """Sizes of the buckets in MiB, in launch order, the last for all further ones."""
+        """The sizes of buckets in MiB, in launch order, the last for all further ones; None to choose them."""
         cap = self.bucket_cap_mb
         if cap is None:
             return None
@@ -146,14 +146,14 @@ class Options:
 
     @property
     def where_used(self) -> bool | tuple[str, ...]:
-        """What is averaged where it is used: the patterns in one order, or whether that is all."""
+        """``average_where_used`` as a bool, or sorted patterns."""
         patterns = self.average_where_used
         if isinstance(patterns, bool):
             return patterns
         return tuple(sorted({patterns} if isinstance(patterns, str) else set(patterns)))
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Refuse a pattern in ``average_where_used`` that none of these names of parameters fits."""
+        """Refuse a pattern in ``average_where_used`` that fits none of these names of parameters."""
         patterns = self.where_used
         for pattern in () if isinstance(patterns, bool) else patterns:
             if not any(fits(name, pattern) for name in names):
@@ -164,7 +164,7 @@ class Options:
                 )
 
     def check_device(self, device: torch.device | None) -> None:
-        """Refuse ``device_ids`` that do not name ``device``, that of the module."""
+        """Refuse ``device_ids`` that do not name the module's ``device``."""
         if not self.device_ids:
             return
         if len(self.device_ids) != 1:
@@ -176,7 +176,7 @@ class Options:
 
 
 def check_ignored(ignored: Mapping[str, Any], call: Callable[..., None]) -> None:
-    """Warn of keywords without an effect, and refuse those that neither torch nor ``call`` has."""
+    """Warn of keywords without an effect, and refuse those that neither torch's wrapper nor ``call`` has."""
     accepted = IgnoredByUs.__annotations__
     for name, value in ignored.items():
         if name not in accepted:
@@ -188,15 +188,13 @@ def check_ignored(ignored: Mapping[str, Any], call: Callable[..., None]) -> None
 
 def unknown_keyword(name: str, known: set[str]) -> str:
     """The message for a keyword that is none of ``known``."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{meant}"
+    return f"DistributedDataParallel() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}"
 
 
 def check_arguments(
     module: object, broadcast_buffers: object, reduce_function: object, broadcast_function: object
 ) -> None:
-    """Refuse what cannot be wrapped or called, and torch's positional ``device_ids`` for ``broadcast_buffers``."""
+    """Refuse what cannot be wrapped or called, and torch's ``device_ids`` in the place of ``broadcast_buffers``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(module).__name__}")
     for title, function, arguments in (
@@ -213,7 +211,7 @@ def check_arguments(
 
 
 def check_call(title: str, function: object, arguments: Sequence[str]) -> None:
-    """Refuse what cannot be called with ``arguments`` by position; some functions of C do not tell what they take."""
+    """Refuse what cannot be called with ``arguments`` by position, unless it is a C function without a signature."""
     wanted = f"{title}({', '.join(arguments)})"
     if not callable(function):
         raise TypeError(f"{title} must be a function that can be called as {wanted}, not {type(function).__name__}")

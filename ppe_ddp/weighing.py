@@ -18,7 +18,7 @@ import math
 import struct
 import weakref
 from itertools import compress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -109,11 +109,6 @@ class _Weigh(torch.autograd.Function):
         return gradients[0] * ctx.factor, None
 
 
-class _Parameter(Protocol):
-    @property
-    def grad(self) -> Tensor | None: ...
-
-
 class Weights:
     """The counts of the gradients of one wrapper that are not synchronized yet.
 
@@ -134,7 +129,7 @@ class Weights:
     def __init__(self, has_nonzero: Callable[[Sequence[Any]], bool]) -> None:
         self._all.add(self)
         self._before: tuple[int, bool, _Versions] = (-1, False, None)  # the graph task, and the gradients before it
-        self.parameters: Sequence[_Parameter] = ()  # of the wrapper
+        self.parameters: Sequence[Any] = ()  # of the wrapper
         self._has_nonzero = has_nonzero
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from one_process import assert_gradients, mean_gradients, mlp, square
 from ppe_ddp import DistributedDataParallel, average, overlapped
 from ppe_ddp.backends.group_internals import store_of
-from ppe_ddp.contracts import Division, GradBucket
+from ppe_ddp.contracts import GradBucket
 from ppe_ddp.functions import takes_divided
 from ppe_ddp.testing import ConformanceError, World, check_reduce_function
 from rank_tests import each_variant, on_two_ranks
@@ -27,7 +27,7 @@ def undeclared_sum(gradients, group):
 
 @takes_divided
 def declared_sum(gradients, group):
-    assert gradients.division() is Division.DONE
+    assert gradients.is_divided()
     return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
 
@@ -39,7 +39,7 @@ class DeclaredByAttribute:
 
 
 def average_within(gradients, group):
-    assert gradients.division() is Division.BY_FUNCTION
+    assert not gradients.is_divided()
     return average(gradients, group)
 
 
@@ -172,7 +172,7 @@ def test_an_overlapped_function_declares_the_same_also_as_a_copy(function, decla
 
 def test_a_bucket_is_divided_once():
     flat = torch.full((2,), 8.0)
-    bucket = GradBucket.of([flat], flat, parameters=[], names=("a",), index=0, is_last=True)
+    bucket = GradBucket([flat], flat, parameters=[], names=("a",), index=0, is_last=True)
     for _ in range(2):
         bucket.divide(4)
         assert flat.tolist() == [2.0, 2.0]

@@ -1,10 +1,12 @@
 """Sharded loading: the checks of sharding_checks.py over gloo and mpi4py, and what needs no ranks."""
 
+import copy
 import functools
 import importlib.util
 import io
 import json
 import math
+import pickle
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -197,11 +199,26 @@ def test_it_is_the_module_but_for_loading():
     wrapped.register_forward_hook(lambda *_: calls.append(2))
     x = torch.randn(4, 2)
     assert torch.equal(wrapped(x), net(x))
-    assert calls == [1, 2, 1]
+    assert calls == [1, 2, 1, 2]
     with pytest.raises(AttributeError, match="nothing"):
         _ = wrapped.nothing
     with pytest.raises(TypeError, match="wraps a"):
         DistModule(torch.zeros(1))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_all_of_the_module(copied):
+    net = nn.Linear(2, 3)
+    net.register_buffer("scratch", torch.ones(1), persistent=False)
+    net.register_state_dict_post_hook(_add_entry)
+    x = torch.randn(4, 2)
+    twin = copied(DistModule(net))
+    assert twin.state_dict().keys() == net.state_dict().keys() == {"weight", "bias", "added"}
+    assert torch.equal(twin(x), net(x))
+
+
+def _add_entry(_module, state_dict, _prefix, _metadata):
+    state_dict["added"] = torch.ones(1)
 
 
 def test_wrong_arguments_are_refused():

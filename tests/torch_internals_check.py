@@ -5,7 +5,6 @@ Each ``try_`` function is a trial of the function, or of the use of torch, that 
 
 import importlib
 import sys
-from types import CodeType
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -211,16 +210,12 @@ def try_holds_tensors():
     return internals.holds_tensors(holder) and not internals.holds_tensors(nn.Parameter(torch.ones(1)))
 
 
-def try_split_by():
-    from torch.distributed.tensor import Shard
+def try_split_strided():
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    return [part.tolist() for part in internals.split_by(Shard(0), torch.arange(5), 2)] == [[0, 1, 2], [3, 4]]
-
-
-def try_strided_shard():
-    placement = internals.strided_shard(0, 2)
-    parts = [part.tolist() for part in internals.split_by(placement, torch.arange(8), 2)]
-    return (placement.dim, placement.split_factor) == (0, 2) and parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    placement = _StridedShard(0, split_factor=2)
+    parts = [part.tolist() for part in internals.split_strided(torch.arange(7), 0, 2, 2)]
+    return (placement.dim, placement.split_factor) == (0, 2) and parts == [[0, 1, 4, 5], [2, 3, 6]]
 
 
 def try_foreach_copy():
@@ -259,15 +254,6 @@ def try_parameter_table():
     internals.parameter_table(norm)["weight"] = weight = torch.full((2,), 3.0)  # as functional_call does
     output = norm.eval()(torch.ones(2, 2))
     return norm.running_mean is buffer and norm.weight is weight and output.tolist() == [[0.0, 0.0]] * 2
-
-
-def try_call():
-    code = nn.Module._call_impl.__code__
-    codes = [code, *(constant for constant in code.co_consts if isinstance(constant, CodeType))]
-    used = {name for one in codes for name in one.co_names}
-    module = nn.Module()
-    assert module._is_full_backward_hook is None  # is looked at in a function that is called from there
-    return {*used.intersection(vars(module)), "_is_full_backward_hook"} == internals.CALL_ATTRIBUTES
 
 
 def try_only_writes_buffers():

@@ -1,17 +1,17 @@
-"""The files of a job's checkpoints: whole whenever the machine stops, and nothing in them is executed.
+"""The files of a job's checkpoints, which are complete even if the machine stops, and are read without running code.
 
-    000007-step-400/             complete: it got this name by a rename, after everything in it was on the disk
+    000007-step-400/             complete: renamed to this when everything in it was on the disk
         __0_0.distcp ...         the files, which any tool for torch.distributed.checkpoint reads
         manifest.json            their sizes and checksums, and a checksum of itself
     .000008-step-500.1f3a.partial/   being written, or left by a job that was killed
 
-The first number counts the checkpoints of the folder. It tells which is the newest: steps do not, after training went
-back to an earlier one.
+The first number counts the checkpoints of the folder. The highest is the newest; the step is not, after a training that
+was set back to an earlier one.
 
-torch's own reader unpickles the file ``.metadata`` and every entry that is no tensor, which runs whatever such a file
-names. Here only the classes that torch writes there are made, and entries read by ``torch.load(weights_only=True)``.
+torch's own reader unpickles the file ``.metadata`` and all entries that are not tensors, and so runs any code that they
+name. Here the unpickler makes only the classes that torch writes, and ``torch.load(weights_only=True)`` reads entries.
 
-Imported when a Checkpointer is made, as torch.distributed.checkpoint takes a while to import.
+Imported only when a Checkpointer is made, as importing torch.distributed.checkpoint takes a while.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ _OF_METADATA = {
 }
 
 Digest = Sequence[object]
-"""The size of a file in bytes and its SHA-256 in hexadecimal, as JSON has them: a list of two."""
+"""The size of a file in bytes, and its SHA-256 in hexadecimal: a list of two, as JSON has no tuples."""
 
 
 class CheckpointName(NamedTuple):
-    """The name of a complete checkpoint, and what it says."""
+    """The name of a complete checkpoint, and its parts."""
 
     text: str
-    number: int  # its place in the folder, from 1
+    number: int  # counts the checkpoints of the folder, from 1
     step: int
 
 
@@ -111,14 +111,14 @@ class CheckpointFolder:
         return sorted(found, key=lambda name: name.number)
 
     def nearby(self) -> list[Path]:
-        """The folders beside this one with checkpoints and a name like it."""
+        """Folders beside this one that have checkpoints and a similar name."""
         above = self.path.absolute().parent
         names = os.listdir(above) if above.is_dir() else []
         like = difflib.get_close_matches(self.path.name, [name for name in names if name != self.path.name])
         return [above / name for name in like if CheckpointFolder(above / name).complete()]
 
     def begin(self, step: int) -> str:
-        """Make an empty partial checkpoint, and remove those that were left behind. Returns its name."""
+        """Make an empty partial checkpoint, and remove older partial ones. Returns its name."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.discard(*filter(_PARTIAL.fullmatch, os.listdir(self.path)))
         number = max((name.number for name in self.complete()), default=0) + 1
@@ -127,7 +127,7 @@ class CheckpointFolder:
         return partial
 
     def publish(self, partial: str, files: Mapping[str, Digest]) -> Path:
-        """Make a partial checkpoint complete, whose files are on the disk; it stays partial where the disk fails."""
+        """Make a partial checkpoint complete, after its files are on the disk; if the disk fails it stays partial."""
         folder = self.path / partial
         there = set(os.listdir(folder))
         if there != set(files):
@@ -146,12 +146,12 @@ class CheckpointFolder:
         try:
             _sync_folder(self.path)
         except OSError:
-            os.rename(final, folder)  # nobody takes for saved what may not be there after a power cut
+            os.rename(final, folder)  # after a power cut it might not be there
             raise
         return final
 
     def prune(self, keep: int, damaged: Collection[str]) -> None:
-        """Remove all but the newest ``keep`` complete checkpoints; damaged ones first of all."""
+        """Remove damaged checkpoints, and all but the newest ``keep`` others."""
         try:
             names = [name.text for name in self.complete()]
         except OSError as error:
@@ -159,7 +159,7 @@ class CheckpointFolder:
             return
         good = [name for name in names if name not in damaged]
         for name in [*(name for name in names if name in damaged), *good[:-keep]]:
-            # Not complete from here on, so that nobody meets half a one.
+            # First under the name of a partial one, as a kill meanwhile would leave half a checkpoint.
             aside = f".{name}.{secrets.token_hex(4)}.partial"
             try:
                 os.rename(self.path / name, self.path / aside)
@@ -169,7 +169,7 @@ class CheckpointFolder:
                 self.discard(aside)
 
     def damage(self, name: str, part: int, parts: int) -> str:
-        """The damage of a complete checkpoint, as text; empty where there is none."""
+        """The first damage in the manifest or in this ``part`` of the files, as text; empty if there is none."""
         manifest = self.path / name / MANIFEST
         try:
             try:
@@ -184,13 +184,13 @@ class CheckpointFolder:
         return ""
 
     def discard(self, *names: str) -> None:
-        """Remove checkpoints that are not complete, as far as that goes."""
+        """Remove partial checkpoints, as far as possible."""
         for name in names:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
 
 def sync(file: Path) -> Digest:
-    """Wait until a file is on the disk; returns its size and checksum."""
+    """Wait until a file is on the disk. Returns its size and checksum."""
     digest = _digest(file)
     _fsync(file)
     return digest
@@ -209,7 +209,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)  # of a folder too
+    descriptor = os.open(path, os.O_RDONLY)  # a file or a folder
     try:
         os.fsync(descriptor)
     finally:
@@ -229,21 +229,21 @@ def _digest(file: Path) -> Digest:
 
 
 def write_entries(entries: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Write what each rank has into files of its own, not yet synchronized; on all ranks, as are the errors of one."""
+    """Write each rank's entries into files of its own; all ranks call it together, and raise the error of any."""
     planner = _PlainSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    # Files are synchronized where their checksums are made: torch does so before it has written what it still buffers.
+    # sync() does that: torch would do so while a part of the file is still in Python's buffer.
     writer = _EntryWriter(folder, sync_files=False)
     _together(load_group, partial(save, entries, storage_writer=writer, planner=planner))
 
 
 def read_entries(targets: dict[str, Any], folder: Path, load_group: LoadGroup) -> None:
-    """Read into ``targets``, tensors into those that are there; on all ranks, as are the errors of one."""
+    """Fill ``targets``, whose tensors are written in place; all ranks call it together, and raise the error of any."""
     planner = _PlainLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     _together(load_group, partial(load, targets, storage_reader=_EntryReader(folder), planner=planner))
 
 
 def metadata_of(folder: Path) -> Metadata:
-    """Read the metadata of ``folder``; refuse what torch does not write there, and execute nothing."""
+    """Read the metadata of ``folder`` without running code; refuse classes that torch does not write there."""
     content = (folder / METADATA).read_bytes()
     metadata: Metadata = _MetadataUnpickler(io.BytesIO(content)).load()
     for info in (metadata.storage_data or {}).values():
@@ -253,7 +253,7 @@ def metadata_of(folder: Path) -> Metadata:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes that torch writes into ``.metadata``, dtypes and sizes, and nothing else."""
+    """Makes dtypes, sizes and the classes that torch writes into ``.metadata``, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _OF_METADATA.get(module, ()):
@@ -261,15 +261,15 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # where it was saved, which nobody looks at
+            return PurePosixPath  # the folder in which it was saved; not used
         raise pickle.UnpicklingError(f"{METADATA} wants {module}.{name}, which torch does not write there: refused")
 
 
 class _PlainSavePlanner(DefaultSavePlanner):
-    """Refuses what could not be loaded without executing it, and sparse tensors, which torch does not save."""
+    """Refuses values that only running code could load, and sparse tensors, which torch does not save."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """The bytes of an entry that is no tensor."""
+        """The tensor to write, or the bytes of any other entry."""
         if write_item.type != WriteItemType.BYTE_IO:
             if object.layout is not torch.strided:
                 raise TypeError(
@@ -281,7 +281,7 @@ class _PlainSavePlanner(DefaultSavePlanner):
                     f"{write_item.index.fqn!r} cannot be saved: it is a {type(object).__name__}, which keeps "
                     "its values in other tensors: save those, or what it was made of"
                 )
-            # Of no class of the user's, which would have to be executed to load it.
+            # Loading a class of the user's would run code.
             return super().transform_object(write_item, object).as_subclass(torch.Tensor)
         try:
             return io.BytesIO(dump_plain(object))
@@ -291,13 +291,13 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an entry that is no tensor."""
+        """Load an entry that is not a tensor."""
         self.state_dict[read_item.dest_index.fqn] = load_plain(value.getvalue())
 
 
 class _EntryWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write; what goes wrong can be told to the other ranks, which torch sends a pickle of the error."""
+        """Write; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryWriter, self).write_data(plan, planner))
 
 
@@ -307,12 +307,12 @@ class _EntryReader(FileSystemReader):
         return _tellable(lambda: metadata_of(Path(self.path)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read; errors as in :class:`_EntryWriter`."""
+        """Read; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryReader, self).read_data(plan, planner))
 
 
 def _tellable(call: Callable[[], _T]) -> _T:
-    """Call, and raise nothing but CheckpointError: an error that cannot be pickled would leave the others waiting."""
+    """Turn all errors into CheckpointError: torch pickles them for the other ranks, and not every error can be."""
     try:
         return call()
     except Exception as error:
@@ -320,7 +320,7 @@ def _tellable(call: Callable[[], _T]) -> _T:
 
 
 def _together(load_group: LoadGroup, call: Callable[..., object]) -> None:
-    """Call torch for the ranks of ``load_group``, and raise errors of any rank as this library's."""
+    """Call torch's ``save`` or ``load`` for the ranks of ``load_group``; a failure of any rank is a CheckpointError."""
     group = load_group.group
     try:
         with warnings.catch_warnings():

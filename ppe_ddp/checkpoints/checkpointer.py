@@ -1,15 +1,15 @@
-"""Checkpointer: saves the state of a training so that a job which is killed goes on as if it had not been.
+"""Checkpointer: saves a training, so that a job that was killed continues from its last checkpoint.
 
-The entries of a checkpoint, by the part of the training that each is of:
+The name of an entry begins with the part of the training that it belongs to:
 
-    model.layer.weight                   a tensor of a module's state_dict
+    model.layer.weight                   a tensor of a module's state dict
     optimizer.state.0.exp_avg            of a torch optimizer, by the number of the parameter
-    optimizer.state.layer.weight.step    of a DistributedOptimizer, by its name: shards, for any number of ranks
-    optimizer.param_groups               what is no tensor is one entry
-    outer.last.layer.weight              of LocalSGD and DiLoCo: what all ranks had at the last outer step
-    ranks.3.own.scheduler                what each rank has for itself
-    ranks.3.own.optimizer.state.0.step   so are an inner optimizer, and the model between two outer steps
-    ranks.3.buffers.model                and buffers that differ between ranks, of which rank 0's are the model's, too
+    optimizer.state.layer.weight.step    of a DistributedOptimizer, by the parameter's name; sharded
+    optimizer.param_groups               a value that is not a tensor
+    outer.last.layer.weight              of LocalSGD or DiLoCo: a parameter after the last outer step
+    ranks.3.own.scheduler                of rank 3 alone
+    ranks.3.own.optimizer.state.0.step   an inner optimizer is saved by rank, and so is a module between two outer steps
+    ranks.3.buffers.model                buffers that differ between ranks; those of rank 0 are in model.* as well
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -43,31 +43,40 @@ if TYPE_CHECKING:
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
 
+logger = logging.getLogger("ppe_ddp")
+
 RANKS = "ranks"
-"""The first part of the names of entries that each rank has for itself; the rank follows."""
+"""How the names of entries of one rank begin; the rank follows."""
+_POSITION = "position"
+_IS_POSITION = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
 class SavedPart:
-    """A part of a training's state under a name of its own: a module, or what has all its state from the beginning."""
+    """A part of a training whose state dict has the same keys whenever it is saved or loaded, as a module's.
 
-    is_of_rank = False  # each rank saves its own, which only as many ranks can load
-    begins_from_module = False  # it is loaded after modules
-    tables: ClassVar[Mapping[str, int]] = {}  # of the state, by name, how many keys deep values lie
+    Args:
+        name: The name of its entries, before a dot.
+        what: The object.
+        tables: The nested dictionaries in its state dict, each with the number of keys that lead to a value.
+    """
 
-    def __init__(self, name: str, what: Any) -> None:
+    is_of_rank = False  # saved by each rank, and loaded only by as many ranks
+
+    def __init__(self, name: str, what: Any, tables: Mapping[str, int] | None = None) -> None:
         self.prefix = f"{name}."
-        self._what = what
+        self.what = what
+        self._tables = tables or {}
 
     def entries(self) -> dict[str, Any]:
-        """The entries to save, by name: tensors, which are the part's own, and plain values."""
-        return {name: table[key] for name, table, key in self._places(self._what.state_dict())}
+        """The entries to save, by name: plain values, and tensors, which are not copied."""
+        return {name: table[key] for name, table, key in self._places(self.what.state_dict())}
 
     def _places(self, state: dict[Any, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
-        """The names of all entries in ``state``, each with the dictionary where it is and its key there."""
-        return [*_values(state, self.prefix, lambda key: self.tables.get(key, 0))]
+        """The name of each entry in ``state``, with the dictionary that it is in and its key there."""
+        return [place for key in state for place in _places_below(state, key, self.prefix, self._tables.get(key, 0))]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """The entries to load into, by name; None for what is no tensor."""
+        """The tensors to load into, by name of entry; None for an entry that is not a tensor."""
         own = self.entries()
         theirs = {name for name in saved.state_dict_metadata if name.startswith(self.prefix)}
         if theirs != own.keys():
@@ -76,11 +85,11 @@ class SavedPart:
         return {name: value if isinstance(value, torch.Tensor) else None for name, value in own.items()}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Go on from the entries that were loaded, those of other parts among them; all ranks call it together."""
-        state = self._what.state_dict()  # a module's has the versions of its modules
+        """Take this part's entries from all that were read; every rank calls it together."""
+        state = self.what.state_dict()  # carries the versions of the modules
         for name, table, key in self._places(state):
             table[key] = entries[name]
-        self._what.load_state_dict(state)
+        self.what.load_state_dict(state)
 
     def _check_saved(self, entry: str, saved: Metadata) -> None:
         if entry not in saved.state_dict_metadata:
@@ -88,18 +97,18 @@ class SavedPart:
 
 
 class AveragedModulePart(SavedPart):
-    """A module of which each rank has saved its own, where other ranks or synchronized ones begin from the average."""
+    """A module that was saved by each rank, and is loaded as the average of all of them."""
 
     def __init__(self, name: str, module: nn.Module, saved_by: int) -> None:
         super().__init__(name, module)
         self._prefixes = [f"{own_name(name, rank)}." for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """Nothing yet: the modules of all ranks together may need more memory than there is."""
+        """Nothing: :meth:`read` reads one rank's module after the other, as all may not fit in memory."""
         return {}
 
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """The averages of floating-point numbers, and rank 0's of all else; ``read`` is called rank by rank."""
+        """The averages of floating-point tensors, and rank 0's other entries; calls ``read`` once for each rank."""
         total: dict[str, Any] = {}
         for prefix in self._prefixes:
             targets = _as_saved(saved, prefix)
@@ -114,48 +123,34 @@ class AveragedModulePart(SavedPart):
         return total
 
 
-class _TablesPart(SavedPart):
-    """A part with tables of tensors in its state, the same on every rank, and perhaps none before its first step."""
+class _SteppingPart(SavedPart):
+    """A part that may have no tensors before its first step, so that it loads whatever was saved.
 
-    always: str  # an entry that there is in any case
+    The entry ``always`` is there even before the first step.
+    """
+
+    def __init__(self, name: str, what: Any, tables: Mapping[str, int], always: str) -> None:
+        super().__init__(name, what, tables)
+        self._always = always
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors as they were saved."""
-        self._check_saved(self.prefix + self.always, saved)
+        """New tensors, with the shapes and dtypes that were saved."""
+        self._check_saved(self.prefix + self._always, saved)
         return _as_saved(saved, self.prefix)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        state: dict[Any, Any] = {name: {} for name in self.tables}
+        state: dict[Any, Any] = {name: {} for name in self._tables}
         for name in (one.removeprefix(self.prefix) for one in entries if one.startswith(self.prefix)):
-            *path, last = name.split(".", self.tables.get(name.partition(".")[0], 0))
+            *path, last = name.split(".", self._tables.get(name.partition(".")[0], 0))
             table = state
             for key in path:
                 table = table.setdefault(int(key) if key.isdecimal() else key, {})
             table[last] = entries[self.prefix + name]
-        self._what.load_state_dict(state)
-
-
-class _OptimizerPart(_TablesPart):
-    """An optimizer; parameters that were never updated have no state."""
-
-    tables, always = {"state": 2}, "param_groups"
-
-
-class _OuterPart(_TablesPart):
-    """LocalSGD or DiLoCo: momentum is there only after the first outer step."""
-
-    tables, always = {"last": 1, "velocity": 1}, "steps"
-    begins_from_module = True
-
-
-class _ShardedOptimizerPart(SavedPart):
-    """A ``DistributedOptimizer``."""
-
-    tables: ClassVar = {"state": 2, "exists": 1, "master": 1, "layout": 1}
+        self.what.load_state_dict(state)
 
 
 class _RankPart(SavedPart):
-    """State that each rank has for itself, in one entry."""
+    """State that each rank saves and loads by itself, in one entry."""
 
     is_of_rank = True
 
@@ -175,7 +170,7 @@ class _RankPart(SavedPart):
 
 
 class _BuffersPart(SavedPart):
-    """The buffers of a module that differ between ranks, as they do before a broadcast, in one entry of each rank."""
+    """The buffers of a module that differ between ranks; each rank saves its own in one entry."""
 
     is_of_rank = True
 
@@ -184,24 +179,27 @@ class _BuffersPart(SavedPart):
         self._entry, self._is_first = of_rank(rank, f"buffers.{name}"), rank == 0
 
     def digests(self) -> dict[str, int]:
-        """Of each buffer's bits, by the name of its entry."""
+        """The digest of each buffer's bits, by the name of its entry."""
         return {entry: digest_of(value) for entry, value in self._buffers().items()}
 
     def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, int]]) -> None:
-        """Add what differs between the ranks, whose ``digests`` are given; what any number loads is rank 0's alone."""
+        """Add this rank's buffers that differ by the ``digests`` of all ranks, and leave the shared entries to rank 0.
+
+        torch saves each tensor on some rank; without this, buffers of several ranks would be mixed.
+        """
         first = digests[0]
         differing = [entry for entry in first if any(other.get(entry) != first[entry] for other in digests)]
         if differing:
             buffers = self._buffers()
             entries[self._entry] = {entry: buffers[entry].detach().to("cpu", copy=True) for entry in differing}
-        if not self._is_first:  # else some would be of one rank, and some of another
+        if not self._is_first:
             for entry in differing:
                 entries.pop(entry)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {
             self.prefix + key: value
-            for key, value in self._what.state_dict(keep_vars=True).items()
+            for key, value in self.what.state_dict(keep_vars=True).items()
             if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         }
 
@@ -210,26 +208,27 @@ class _BuffersPart(SavedPart):
 
     def load(self, entries: Mapping[str, Any]) -> None:
         if self._entry in entries:
-            state = self._what.state_dict()
+            state = self.what.state_dict()
             state.update({entry.removeprefix(self.prefix): value for entry, value in entries[self._entry].items()})
-            self._what.load_state_dict(state)
+            self.what.load_state_dict(state)
 
 
-_PARTS: dict[type, type[SavedPart]] = {  # in this order: a DistributedOptimizer is an Optimizer too
-    OuterSteps: _OuterPart,
-    nn.Module: SavedPart,
-    DistributedOptimizer: _ShardedOptimizerPart,
-    Optimizer: _OptimizerPart,
-}
+def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:
+    return _SteppingPart(name, optimizer, {"state": 2}, always="param_groups")
 
 
 def part_of(name: str, what: Any, rank: int) -> SavedPart:
-    """The part that ``what`` is, by its type."""
+    """The part to save ``what`` as, by its type."""
     if not name or "." in name or name == RANKS:
         raise ValueError(f"a part of a checkpoint cannot be named {name!r}: without dots, and not {RANKS!r}")
-    for kind, part in _PARTS.items():
-        if isinstance(what, kind):
-            return part(name, what)
+    if isinstance(what, OuterSteps):
+        return _SteppingPart(name, what, {"last": 1, "velocity": 1}, always="steps")
+    if isinstance(what, nn.Module):
+        return SavedPart(name, what)
+    if isinstance(what, DistributedOptimizer):
+        return SavedPart(name, what, {"state": 2, "exists": 1, "master": 1, "layout": 1})
+    if isinstance(what, Optimizer):
+        return _optimizer_part(name, what)
     if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
         entry = own_name(name, rank)
         return _RankPart(entry, lambda: what.state_dict(), lambda state: what.load_state_dict(state))
@@ -240,41 +239,41 @@ def part_of(name: str, what: Any, rank: int) -> SavedPart:
 
 
 def of_rank(rank: int, key: str) -> str:
-    """The name of an entry that each rank has for itself."""
+    """The name of an entry of one rank."""
     return f"{RANKS}.{rank}.{key}"
 
 
 def own_name(name: str, rank: int) -> str:
-    """The name of a part of which each rank has its own."""
+    """The name of a part that is saved by each rank."""
     return of_rank(rank, f"own.{name}")
 
 
 def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int) -> SavedPart | None:
-    """The part that ``what`` is where outer steps let each rank have its own; None where all ranks have the same."""
+    """The part to save ``what`` as if ranks differ because of outer steps; None if it is equal on all ranks."""
     if not outer_steps:
         return None
     if isinstance(what, nn.Module):
         is_own = any(one.is_between for one in outer_steps if one.is_of(what))
         return SavedPart(own_name(name, rank), what) if is_own else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
-    return _OptimizerPart(own_name(name, rank), what) if is_plain else None
+    return _optimizer_part(own_name(name, rank), what) if is_plain else None
 
 
 def loaded_part(
     name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
 ) -> SavedPart | None:
-    """The part that loads ``what`` where each rank has saved its own; None where all ranks had the same."""
+    """The part that loads ``what`` if each of ``saved_by`` ranks has saved its own; None if it was equal on all."""
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
-    if isinstance(what, Optimizer):  # its moments are those of a real rank also where there are more ranks now
-        return _OptimizerPart(own_name(name, rank % saved_by if outer_steps else 0), what)
+    if isinstance(what, Optimizer):  # each rank takes the moments of one rank, also if there are more ranks now
+        return _optimizer_part(own_name(name, rank % saved_by if outer_steps else 0), what)
     if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
         return SavedPart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 
 
 def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:
-    """New tensors, and None for what is none, for all entries whose names begin with ``prefix``."""
+    """New tensors for the entries whose names begin with ``prefix``; None for entries that are not tensors."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     found = {name: one for name, one in saved.state_dict_metadata.items() if name.startswith(prefix)}
@@ -284,18 +283,18 @@ def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:
     }
 
 
-def _values(
-    table: dict[Any, Any], prefix: str, depth_of: Callable[[Any], int]
+def _places_below(
+    table: dict[Any, Any], key: Any, prefix: str, depth: int
 ) -> Iterator[tuple[str, dict[Any, Any], Any]]:
-    for key, value in table.items():
-        if depth := depth_of(key):
-            yield from _values(value, f"{prefix}{key}.", lambda _, below=depth - 1: below)  # type: ignore[misc]
-        else:
-            yield f"{prefix}{key}", table, key
+    if depth == 0:
+        yield f"{prefix}{key}", table, key
+        return
+    for inner in table[key]:
+        yield from _places_below(table[key], inner, f"{prefix}{key}.", depth - 1)
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python, NumPy, torch on the CPU, and of this rank's CUDA device if it is in use."""
+    """The states of the generators of Python, NumPy, torch on the CPU, and this rank's CUDA device if it is in use."""
     version, numbers, gauss = random.getstate()
     legacy: dict[str, Any] = np.random.get_state(legacy=False)
     legacy = legacy | {"state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}}
@@ -304,7 +303,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Go on from what :func:`random_states` has returned."""
+    """Set the generators to what :func:`random_states` has returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     legacy = states["numpy"]
@@ -315,20 +314,14 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-logger = logging.getLogger("ppe_ddp")
-
-_POSITION = "position"
-_IS_OF_RANK = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
-
-
 @dataclass(frozen=True)
 class Restored:
-    """The rest of what :meth:`Checkpointer.load` has found.
+    """The step and the positions of the checkpoint that :meth:`Checkpointer.load` has loaded.
 
     Attributes:
-        step: At which the checkpoint was saved.
-        position: What this rank passed as its position; None where the checkpoint is of another number of ranks.
-        positions: What each rank passed, by rank.
+        step: The step that was passed to ``save()``.
+        position: The position that this rank passed; None if another number of ranks saved the checkpoint.
+        positions: The positions of all ranks that saved it.
     """
 
     step: int
@@ -337,7 +330,7 @@ class Restored:
 
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
-    """Refuse a Megatron wrapper whose model is split over some of so many ranks: these save one tensor of a name."""
+    """Refuse a Megatron wrapper if ``count`` ranks would save different tensors under one name."""
     groups: Any = getattr(wrapper, "groups", None)
     if not getattr(groups, "split_model", False):
         return
@@ -356,9 +349,9 @@ def _refuse_split(name: str, wrapper: Any, count: int) -> None:
 
 
 class Checkpointer:
-    """Saves a training so that it can go on after it was killed at any moment, and loses only the steps since.
+    """Saves a training, so that it can be killed at any moment and loses only the steps since the last save.
 
-    Made when all that is saved has been made::
+    Make it after everything that it saves::
 
         checkpointer = Checkpointer("checkpoints", {"model": model, "optimizer": optimizer, "scheduler": scheduler})
         restored = checkpointer.load()
@@ -367,28 +360,27 @@ class Checkpointer:
             if (step + 1) % 100 == 0:
                 checkpointer.save(step + 1, position=...)
 
-    A checkpoint is complete or not there, and one that was damaged later is noticed before anything of it is loaded.
-    Beside the parts it has the states of each rank's random number generators (Python's, NumPy's, torch's on the CPU
-    and on the rank's CUDA device), and what the wrappers among the parts have in ``comm_state_dict()``. As many ranks
-    go on bit by bit, if the same steps give the same bits at all; another number can load modules and optimizers.
+    A checkpoint is never half written, and damage is noticed before anything is loaded. Besides the parts it holds
+    each rank's states of random number generators (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
+    device), and the ``comm_state_dict()`` of each wrapper. The same number of ranks continues with the same bits, if
+    its steps are reproducible; another number of ranks loads only modules, optimizers and outer steps.
 
-    Files are those of ``torch.distributed.checkpoint``, and nothing in them is executed.
+    Files are those of ``torch.distributed.checkpoint``. Nothing in them is executed.
 
-    Every rank makes it, and calls its methods together with the others. An error of one rank is raised by all.
+    All ranks must call the constructor and the methods together. An error on one rank is raised on all.
 
     Args:
-        folder: Where checkpoints are kept, for this job alone; the same folder for all ranks, on a file system that
-            they have in common.
-        parts: By name, what is saved: modules and wrappers; optimizers, of torch and ``DistributedOptimizer``;
-            ``LocalSGD`` and ``DiLoCo``, which let each rank save its own model and inner optimizer;
-            and whatever else has ``state_dict()`` and ``load_state_dict()``, of which each rank saves its own, made
-            of tensors and plain values. The same names on every rank.
-        keep: How many checkpoints to keep. With 1, a checkpoint that is damaged later leaves nothing to go on from.
-        process_group: The ranks; None for the default group, or this process alone where there is none.
+        folder: The folder of this job's checkpoints, on a file system that all ranks share.
+        parts: What is saved, by name; the same names on every rank. Modules and wrappers; torch's optimizers and
+            ``DistributedOptimizer``; ``LocalSGD`` and ``DiLoCo``, with which each rank saves its own model and inner
+            optimizer; and any other object with ``state_dict()`` and ``load_state_dict()``: each rank saves its own,
+            which may hold tensors and plain values.
+        keep: How many checkpoints to keep. With 1, nothing is left if that one is damaged later.
+        process_group: The ranks; None for the default group, or for this process alone if there is no group.
 
     Raises:
         TypeError: A part cannot be saved.
-        ValueError: A name has dots, ``keep`` is not positive, or ranks of the group have other parts of one model.
+        ValueError: A name has dots, ``keep`` is not positive, or the ranks have different parts of one split model.
     """
 
     def __init__(
@@ -399,7 +391,7 @@ class Checkpointer:
         keep: int = 3,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        # which import DTensor and torch.distributed.checkpoint
+        # They import DTensor and torch.distributed.checkpoint, which takes a while.
         from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
         from ppe_ddp.sharding.load_group import LoadGroup
 
@@ -420,34 +412,34 @@ class Checkpointer:
             for name, what in wrappers.items()
         ]
         self._buffers = {name: _BuffersPart(name, what, rank) for name, what in modules.items()}
-        # last, as loading may use some random numbers
+        # Last, as loading other parts may draw random numbers.
         self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
         self._damaged: set[str] = set()
 
     # ------------------------------------------------------------------ saving
 
     def save(self, step: int, *, position: Any = None) -> Path:
-        """Save everything; call it between two steps, on all ranks together. Gradients are not saved.
+        """Save everything, between two steps; all ranks call it together. Gradients are not saved.
 
-        When it returns, the checkpoint is on the disk, and those before the last ``keep`` are removed.
+        When it returns, the checkpoint is on the disk, and all but the newest ``keep`` are removed.
 
         Args:
-            step: How many steps were made, for the name; the same on every rank.
-            position: What this rank needs to go on with the data: plain values and tensors.
+            step: How many steps were taken; a part of the folder's name, and the same on every rank.
+            position: This rank's place in its data, of plain values and tensors; ``load()`` returns it.
 
         Returns:
             The folder of this checkpoint.
 
         Raises:
-            CheckpointError: On every rank: one could not write, the disk is full, or there is something in it whose
-                loading would run code. The checkpoints before are as they were, and training may go on.
+            CheckpointError: On every rank: a rank could not write, the disk is full, or loading an entry would run
+                code. Earlier checkpoints are intact, and training may continue.
             DisagreementError: On every rank: they are at different steps, or have different parts.
             CommunicationError: A rank has left.
         """
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
         entries: dict[str, Any] = {}
-        buffers: dict[str, dict[str, int]] = {}  # their digests, of modules that are not saved by rank
+        buffers: dict[str, dict[str, int]] = {}  # digests, by name of the modules that are not saved by rank
 
         def collect() -> Any:
             outer_steps = self._outer_steps()
@@ -465,23 +457,21 @@ class Checkpointer:
         self._add_own_buffers(entries, buffers)
         begun = self._ranks.from_source(lambda: self._folder.begin(step))
         folder = self._folder.path / begun
-        is_complete = False
         try:
             write_entries(entries, folder, self._ranks)
             digests = self._ranks.from_each(lambda: self._synced(folder))
             files = {name: digest for own in digests for name, digest in own.items()}
             path = Path(self._ranks.from_source(lambda: str(self._folder.publish(begun, files))))
-            is_complete = True
-        finally:
+        except BaseException:
             if self._ranks.is_source:
-                if is_complete:
-                    self._folder.prune(self._keep, self._damaged)
-                else:
-                    self._folder.discard(begun)
+                self._folder.discard(begun)
+            raise
+        if self._ranks.is_source:
+            self._folder.prune(self._keep, self._damaged)
         return path
 
     def _add_own_buffers(self, entries: dict[str, Any], digests: Mapping[str, Mapping[str, int]]) -> None:
-        """Add this rank's own buffers, of the modules that all ranks have the same of."""
+        """Add the buffers that differ between ranks; ``digests`` are this rank's, by module and entry."""
         if len(set(self._ranks.from_each(lambda: fingerprint([repr(digests)]).hex()))) == 1:
             return
         everyone = self._ranks.from_each(lambda: digests)
@@ -512,7 +502,7 @@ class Checkpointer:
                 )
 
     def _synced(self, folder: Path) -> dict[str, Digest]:
-        """Wait until the files of this rank are on the disk."""
+        """Wait until the files of this rank are on the disk; their digests by name."""
         from ppe_ddp.checkpoints.checkpoint_files import sync
 
         rank = self._ranks.rank
@@ -524,24 +514,24 @@ class Checkpointer:
     # ------------------------------------------------------------------ loading
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, the oldest first; of this rank's view of the folder alone."""
+        """The steps of the complete checkpoints that this rank sees in the folder, the oldest first."""
         return [name.step for name in self._folder.complete()]
 
     def load(self, step: int | None = None) -> Restored | None:
-        """Go on from the newest checkpoint that is not damaged; call it on all ranks together.
+        """Load the newest checkpoint that is not damaged; all ranks call it together.
 
-        With another number of ranks than it was saved by, only modules, optimizers and outer steps are loaded, and a
-        warning says so. What each rank has had of a module for itself, between two outer steps, is averaged.
+        If another number of ranks saved it, only modules, optimizers and outer steps are loaded, with a warning. A
+        module that was saved between two outer steps is then the average of all ranks'.
 
         Args:
-            step: The step of the checkpoint to load; default: the newest.
+            step: The step to load; None for the newest.
 
         Returns:
-            None where there is no checkpoint.
+            The step and the positions; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: On every rank: all are damaged, or what is saved does not fit the parts, some of which may
-                then have been loaded.
+            CheckpointError: On every rank: all checkpoints are damaged, or one does not fit the parts; then some parts
+                may have been loaded.
             CommunicationError: A rank has left.
         """
         from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
@@ -556,7 +546,7 @@ class Checkpointer:
 
         def prepare() -> int:
             found.append(metadata_of(folder))
-            saved_by = sum(_IS_OF_RANK(name) is not None for name in found[0].state_dict_metadata)
+            saved_by = sum(_IS_POSITION(name) is not None for name in found[0].state_dict_metadata)
             parts.extend(self._loaded_parts(saved_by, found[0]))
             for part in parts:
                 targets.update(part.targets(found[0]))
@@ -568,12 +558,22 @@ class Checkpointer:
         for part in parts:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], partial(read_entries, folder=folder, load_group=self._ranks)))
-        self._apply(parts, targets, saved_by)
+        for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
+            self._ranks.from_each(partial(part.load, targets))
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
-        return Restored(name.step, positions[self._ranks.rank] if saved_by == self._ranks.size else None, positions)
+        if saved_by == self._ranks.size:
+            return Restored(name.step, positions[self._ranks.rank], positions)
+        if self._ranks.is_source:
+            logger.warning(
+                "the checkpoint was saved by %d ranks, and %d load it: random states, positions and other states of "
+                "single ranks are not loaded; a model that was saved between two outer steps is averaged, and each "
+                "rank gets the inner optimizer of one rank",
+                *(saved_by, self._ranks.size),
+            )
+        return Restored(name.step, None, positions)
 
     def _intact(self, step: int | None) -> CheckpointName | None:
-        """The newest checkpoint that no rank finds damaged."""
+        """The newest checkpoint that no rank finds damaged, each of which looks at some of the files."""
         from ppe_ddp.checkpoints.checkpoint_files import CheckpointName
 
         listed = self._ranks.from_source(lambda: [list(name) for name in self._folder.complete()])
@@ -609,18 +609,5 @@ class Checkpointer:
         ]
         if saved_by == size:
             parts += self._buffers.values()
-        parts.sort(key=lambda part: part.begins_from_module)
+        parts.sort(key=lambda part: isinstance(part.what, OuterSteps))  # which begin from what their module has
         return parts + (self._of_rank if saved_by == size else [])
-
-    def _apply(self, parts: list[SavedPart], entries: dict[str, Any], saved_by: int) -> None:
-        """Let each part go on, one after another: a rank that fails in one must not leave the others in the next."""
-        for part in parts:
-            self._ranks.from_each(partial(part.load, entries))
-        if saved_by != self._ranks.size and self._ranks.is_source:
-            logger.warning(
-                "the checkpoint is of %d ranks, and here are %d: random states, positions, and what each rank had for "
-                "itself, are not loaded; between two outer steps the model is the average of all ranks', and inner "
-                "optimizers have the state of one of them",
-                saved_by,
-                self._ranks.size,
-            )

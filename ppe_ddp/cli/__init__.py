@@ -1,14 +1,13 @@
-"""The commands of ``python -m ppe_ddp``: their list, and the dispatch to one of them.
+"""The commands of ``python -m ppe_ddp``: a list of them, and ``main()``, which runs one.
 
 A command is a module, or a class in one, with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit code).
-It is imported only when it is called, so that help and errors are quick.
+It is imported only when it is called, so that help and errors come quickly.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import inspect
 import io
@@ -17,15 +16,16 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
+from ppe_ddp.errors import did_you_mean
 from ppe_ddp.launchers import detect
 
 
 class Command(NamedTuple):
-    """One command: the words that call it, what it does in one line, and ``module`` or ``module:class``."""
+    """One command."""
 
-    words: str
-    summary: str
-    target: str
+    words: str  # by which it is called
+    summary: str  # one line of help
+    target: str  # ``module`` or ``module:class``
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -43,7 +43,7 @@ COMMANDS: tuple[Command, ...] = (
 def main(
     words: Sequence[str] | None = None, *, program: str = "python -m ppe_ddp", commands: Sequence[Command] = COMMANDS
 ) -> int:
-    """Run one command; the exit code: 2 for a wrong command line. argparse leaves by SystemExit, as for ``--help``."""
+    """Run one command. Returns its exit code, or 2 for an unknown command; argparse raises SystemExit."""
     words = list(sys.argv[1:] if words is None else words)
     for command in commands:
         own = command.words.split()
@@ -57,7 +57,7 @@ def main(
 
 
 def is_on_rank_0() -> bool:
-    """Whether this process tells what is the same on all ranks of a job; also where its variables are wrong."""
+    """Whether this is rank 0 of a job, or no rank: the one that prints what all ranks know."""
     with contextlib.suppress(ValueError, RuntimeError):
         return detect(os.environ).rank == 0
     return True
@@ -65,7 +65,7 @@ def is_on_rank_0() -> bool:
 
 @contextlib.contextmanager
 def _on_rank_0() -> Generator[None]:
-    """Discards what other ranks of a job print: the command line is the same on all of them."""
+    """Discard the output of all ranks but 0: errors of the command line are the same on all."""
     if is_on_rank_0():
         yield
     else:
@@ -74,7 +74,7 @@ def _on_rank_0() -> Generator[None]:
 
 
 def _list(words: Sequence[str], program: str, commands: Sequence[Command]) -> int:
-    """Prints all commands; the exit code."""
+    """Print all commands. Returns the exit code."""
     width = max(len(command.words) for command in commands)
     lines = [f"  {command.words:<{width}}  {command.summary}" for command in commands]
     listing = "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", "--help after a COMMAND tells more of it."])
@@ -83,15 +83,14 @@ def _list(words: Sequence[str], program: str, commands: Sequence[Command]) -> in
         return 0
     begun = " ".join(words[:2])
     if begun and not any(command.words.startswith(f"{begun} ") for command in commands):
-        near = difflib.get_close_matches(begun, [command.words for command in commands], n=1, cutoff=0.5)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
+        meant = did_you_mean(begun, [command.words for command in commands])
         print(f"{program}: unknown command {begun!r}{meant}\n", file=sys.stderr)
     print(listing, file=sys.stderr)
     return 2
 
 
 def _parse(command: Command, program: str, words: Sequence[str]) -> tuple[Any, argparse.Namespace]:
-    """What has the command's ``run``, and what to call it with."""
+    """The command's module or class, and the arguments for its ``run``."""
     name, _, inner = command.target.partition(":")
     module = importlib.import_module(name)
     target = getattr(module, inner) if inner else module

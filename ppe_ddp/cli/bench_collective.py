@@ -1,15 +1,15 @@
-"""Measures collectives over backends side by side, as nccl-tests does.
+"""Measures collectives over several backends side by side, as nccl-tests does.
 
-Those are gloo and mpi4py, and with --device cuda NCCL as torch calls it and as
-CuPy does.
+The backends are gloo and mpi4py; with --device cuda NCCL, called by torch and
+by CuPy.
 
-algbw is the size divided by the time; busbw is what each rank's link must
-carry at least for that, which can be compared between numbers of ranks and
-collectives. "wrong" counts elements that are not what they should be.
+algbw is the size divided by the time; busbw is the least speed of each rank's
+link for that, and can be compared between numbers of ranks and collectives.
+"wrong" counts wrong elements of the results.
 
-Started alone it starts its ranks, on the CPU by the mpirun of this Python's
-environment; under mpirun it uses those that there are, and under torchrun or
-srun it measures gloo alone:
+Without a launcher it starts its own ranks, on the CPU by the mpirun beside this
+Python. Under mpirun it uses the ranks of the job; under torchrun or srun too,
+but measures gloo alone:
 
   python -m ppe_ddp bench collective --op all_reduce --max-size 32M
   mpirun -n 4 python -m ppe_ddp bench collective --json result.json
@@ -52,8 +52,8 @@ def _parts(result: Tensor, ranks: int) -> Tensor:
 
 Call = Callable[[Tensor, Tensor, Any], object]
 
-# What runs it on the whole and a rank's part of it, whether the result is the part, what it should be where each rank
-# gave rank + 1, and busbw / algbw by the number of ranks.
+# The call, given the whole and a rank's part of it; True if the result is the part; the right result if each rank gives
+# rank + 1; and busbw / algbw by the number of ranks.
 OPERATIONS: dict[str, tuple[Call, bool, Callable[[Tensor, int], Any], Callable[[int], float]]] = {
     "all_reduce": (
         lambda whole, _, group: dist.all_reduce(whole, group=group),
@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print what came out; 1 if a result was wrong or a rank failed, 2 if what is needed is not here."""
+    """Measure and print; 1 if a result was wrong or a rank failed, 2 if a backend or device is missing."""
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":
@@ -188,7 +188,7 @@ def _lines(
 
 
 def count_wrong(operation: str, whole: Tensor, part: Tensor, group: Any) -> int:
-    """The number of wrong elements on this rank, where each rank gives its number plus one."""
+    """The number of wrong elements on this rank, if each rank gives its number plus one."""
     function, is_part, expected, _ = OPERATIONS[operation]
     whole.fill_(dist.get_rank() + 1)
     part.fill_(dist.get_rank() + 1)

@@ -1,13 +1,13 @@
 """Measures compressors: what they send and cost, and on which links they pay.
 
-Each averages the gradients of a model over the ranks, as in the wrapper, and so
-does torch's hook of the same method. "sent" is in bytes of an all-reduce; "CPU"
-is the processor time of all threads of a rank for one average, transport
-included; "error" is the distance to the mean of the ranks, in parts of its
-length, in one step without error feedback. Below the link speed "pays below" a
-step with this method is shorter than one that sends everything, by the time
-that the bytes take on the link and the processor time; "a step" is the ratio of
-the two at the speed that --mbit names.
+Each compressor, and torch's hook of the same method, averages the gradients of
+a model over the ranks. "sent" counts the bytes of an all-reduce; "CPU" is the
+processor time of all threads of a rank for one average, with the transport;
+"error" is the distance to the mean of the ranks, divided by the length of the
+mean, in one step without error feedback. On links slower than "pays below" a
+step with this method is shorter than one that sends everything, counting the
+time of the bytes on the link and the processor time. "a step" is the ratio of
+these times at the speed of --mbit.
 
   python -m ppe_ddp bench compression --mbit 100
   mpirun -n 2 python -m ppe_ddp bench compression --json result.json
@@ -51,7 +51,7 @@ METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "PowerSGD(4)": lambda: (PowerSGD(4),),
     "PowerSGD(4), torch": lambda: (_torch_power_sgd(), powerSGD_hook),
 }
-"""The contestants, as arguments of ``register_comm_hook``."""
+"""By name, what makes the arguments of ``register_comm_hook``."""
 
 
 def _torch_power_sgd() -> PowerSGDState:
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print what came out; 1 if a rank failed, 2 if there are not as many ranks as were asked for."""
+    """Measure and print; 1 if a rank failed, 2 if the job has another number of ranks than was asked for."""
     asked = {name: getattr(arguments, name) for name in ("width", "mbit", "repeats")}
 
     def publish(lines: list[dict[str, Any]], ranks: int) -> int:
@@ -82,13 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(width: int, mbit: float, repeats: int) -> list[dict[str, Any]]:
-    """Measure all methods in the default process group, on all ranks together: a line a method."""
+    """Measure all methods in the default process group, on all ranks together. Returns a line for each."""
     torch.set_num_threads(1)
-    with without_warnings():  # that compression cannot pay on one machine is known
+    with without_warnings():  # as compression cannot pay on one machine
         measured = {name: _measured(arguments(), width, repeats) for name, arguments in METHODS.items()}
     lines: list[dict[str, Any]] = []
     for name, (sent, whole, seconds, error) in measured.items():
-        nbytes = None if name.endswith("torch") else sent  # what torch's hooks send is not known
+        nbytes = None if name.endswith("torch") else sent  # unknown for torch's hooks
         line = {"name": name, "nbytes": nbytes, "whole_nbytes": whole, "cpu_seconds": seconds, "error": error}
         plain = lines[0]["cpu_seconds"] if lines else seconds
         ratio = pays = None
@@ -125,7 +125,7 @@ def _measured(arguments: tuple[Any, ...], width: int, repeats: int) -> tuple[int
 
 
 def _gradients(module: nn.Module, rank: int) -> list[Tensor]:
-    """Gradients of a rank: matrices whose singular values decay, as those of training do, and some noise."""
+    """Gradients of a rank: matrices whose singular values decay, as those of real training do, and some noise."""
     generator = torch.Generator().manual_seed(rank)
     common = torch.Generator().manual_seed(99)
     gradients = []
@@ -149,7 +149,7 @@ def _link_seconds(nbytes: int, mbit: float) -> float:
 
 
 def _pays_below(saved_nbytes: int, lost_seconds: float) -> float | None:
-    """The speed in Mbit/s at which the link takes as long for what is saved as the processor for saving it."""
+    """The speed in Mbit/s at which the link would need as long for the saved bytes as the processor to save them."""
     if saved_nbytes <= 0:
         return None
     return min(_link_seconds(saved_nbytes, 1.0) / max(lost_seconds, 1e-9), _FASTEST)

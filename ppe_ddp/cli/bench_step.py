@@ -1,17 +1,15 @@
-"""Measures one training step: forward, backward, exchange; no optimizer, or AdamW.
+"""Measures a training step: forward, backward, exchange, and with --adamw AdamW.
 
-ppe_ddp, torch DDP, ppe's DDP and the bare module train copies of one model on
-the same data, in turn, within one run over one backend, one thread a rank.
-Look at the ratios: times on a shared machine mean little by themselves.
-"ms over bare" is how many milliseconds longer a step takes than the bare
-module's.
---json has all numbers, bytes of masks among them. With --adamw each contestant
-steps AdamW as well; DistributedOptimizer, with and without overlap, and torch's
-ZeroRedundancyOptimizer ("zero") take part, and "state" is what the optimizer of
-one rank keeps.
+ppe_ddp, torch DDP, pytorch-pfn-extras' DDP ("ppe") and the bare module take
+turns in training copies of one model on the same data, over one backend, with
+one thread a rank. Look at the ratios: times on a shared machine mean little.
+"ms over bare" is the time of a step minus that of the bare module's. --json has
+all numbers, also the bytes of masks. With --adamw DistributedOptimizer, with
+and without overlap, and torch's ZeroRedundancyOptimizer ("zero") take part, and
+"state" is the size of one rank's optimizer state.
 
-Started alone it starts its own ranks; under torchrun, srun or mpirun it uses
-those that there are, and under mpirun ppe_ddp over mpi4py takes part as well:
+Without a launcher it starts its own ranks. Under torchrun, srun or mpirun it
+uses the ranks of the job; under mpirun ppe_ddp over mpi4py takes part, too:
 
   python -m ppe_ddp bench step --model mlp --model small
   torchrun --nproc_per_node=4 -m ppe_ddp bench step --json result.json
@@ -51,9 +49,9 @@ if TYPE_CHECKING:
 
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
-# The first backwards of every wrapper are not like the later ones: buckets are made anew, orders learned.
+# In the first backwards wrappers make buckets and learn the order of gradients.
 _WARM_UP_STEPS = 3
-# Of the largest value: what averaging in another order changes, with room for kernels that sum in another order.
+# Of the largest value: rounding errors, as wrappers and kernels add up in different orders.
 _TOLERANCE, _ROUNDINGS = 1e-5, 4
 
 
@@ -62,19 +60,19 @@ _TOLERANCE, _ROUNDINGS = 1e-5, 4
 
 @dataclass(frozen=True)
 class Workload:
-    """One model with its data; weights, data and branches follow from seeds, so that all train the same thing."""
+    """One model and its data; weights, data and branches follow from seeds, so that all contestants train the same."""
 
-    build: Callable[[], nn.Module]  # makes a new model, with weights from torch's global generator
-    batch: Callable[[torch.Generator], Tensor]  # makes the input of every step of one rank
-    # Of the model's output and the batch, a scalar to differentiate.
+    build: Callable[[], nn.Module]  # makes a model, with weights from torch's global generator
+    batch: Callable[[torch.Generator], Tensor]  # makes the input for all steps of a rank
+    # The loss, of the model's output and the batch.
     loss: Callable[[Tensor, Tensor], Tensor] = lambda output, _batch: output.square().mean()
-    # The model's further arguments by step and rank: nothing, or the branches to take.
+    # The model's further arguments, such as branches to take, by step and rank.
     route: Callable[[int, int], tuple[object, ...]] = lambda _step, _rank: ()
-    steps: int = 3  # steps in a block, unless the user says otherwise: more where a step is short
-    is_dynamic: bool = False  # whether a step leaves some parameters out, which torch DDP has to be told
+    steps: int = 3  # steps in a block by default; more if a step is short
+    is_dynamic: bool = False  # a step leaves parameters out, so that torch DDP needs find_unused_parameters
 
     def made(self, device: str = "cpu") -> tuple[nn.Module, Tensor]:
-        """A model that is the same on every rank and kind of device, and this rank's batch, both made on the CPU."""
+        """A model, the same on every rank and device, and this rank's batch; both are made on the CPU and moved."""
         torch.manual_seed(0)
         batch = self.batch(torch.Generator().manual_seed(dist.get_rank()))
         return self.build().to(device), batch.to(device)
@@ -88,7 +86,7 @@ def _chain(width: int, depth: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(depth):
         linear = nn.Linear(width, width)
-        # With others, gradients become denormal in a thousand layers, which makes arithmetic slow.
+        # Other weights would give denormal gradients in a thousand layers, and so slow arithmetic.
         nn.init.orthogonal_(linear.weight)
         nn.init.zeros_(linear.bias)
         layers += [linear, nn.Tanh()]
@@ -118,7 +116,7 @@ class _Supernet(nn.Module):
 
 
 def _supernet(place: Callable[[int], int]) -> Workload:
-    """One random branch of each layer in every step: in a random order of them, that at a rank's ``place``."""
+    """One random branch of each layer in every step: ranks with the same ``place`` take the same."""
 
     def route(step: int, rank: int) -> tuple[object, ...]:
         chooser = random.Random(step)
@@ -144,7 +142,7 @@ class _TokenModel(nn.Module):
 
 
 def _token_model(vocabulary: int, width: int, depth: int, shape: tuple[int, int], dtype: torch.dtype) -> Workload:
-    """Random tokens, each to be told from all of them."""
+    """A model that predicts random tokens."""
     return Workload(
         lambda: _TokenModel(vocabulary, width, depth).to(dtype),
         lambda generator: torch.randint(vocabulary, shape, generator=generator),
@@ -153,21 +151,21 @@ def _token_model(vocabulary: int, width: int, depth: int, shape: tuple[int, int]
 
 
 WORKLOADS: dict[str, Workload] = {
-    # Few large gradients, all in every step: nothing to save but waiting.
+    # Few large gradients, all in every step.
     "mlp": Workload(
         lambda: nn.Sequential(*[layer for _ in range(8) for layer in (_linear(1024), nn.ReLU())]), _random(64, 1024)
     ),
-    # Gradients so small that handling them costs more than sending them: 400.
+    # 400 gradients, so small that handling them costs more than sending them.
     "small": Workload(lambda: _chain(64, 200), _random(16, 64), steps=8),
-    # Three quarters of the gradients do not exist; all ranks take the same branches.
+    # All ranks take the same branches, and three quarters of the gradients do not exist.
     "supernet-common": _supernet(lambda rank: 0),
-    # A gradient that exists, exists on one rank only (of up to four).
+    # Each gradient exists on one rank at most (of up to four).
     "supernet-own": _supernet(lambda rank: rank % _BRANCHES),
-    # Gradients of all sizes, and the largest one, of the embedding, last of all.
+    # Gradients of all sizes; the largest, of the embedding, comes last.
     "transformer": _token_model(4096, 256, 4, (4, 32), torch.float32),
     # As large as GPT-2 small, in half precision: work for a GPU, and 330 MB of gradients to send beside it.
     "transformer-bf16": _token_model(50304, 768, 12, (8, 1024), torch.bfloat16),
-    # On one rank what is left is the wrapper's own time for each of 2000 parameters.
+    # On one rank: the wrapper's own time for each of 2000 parameters.
     "tiny": Workload(lambda: _chain(8, 1000), _random(8, 8)),
 }
 """All models, by name."""
@@ -196,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def keyword(text: str) -> str:
-    """An option of the wrapper, as ``name=value``, that its class takes."""
+    """An option of the wrapper, as ``name=value``."""
     name, _, value = text.partition("=")
     try:
         Options(**{name: ast.literal_eval(value)})
@@ -206,7 +204,7 @@ def keyword(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, and print what came out; 1 if a rank failed, 2 if the ranks cannot be used, or others were asked for."""
+    """Measure and print; 1 if a rank failed, 2 if the ranks cannot be used or are not as many as was asked for."""
     try:
         platform = Platform.of(arguments.device, arguments.backend)
     except (ImportError, ValueError) as error:
@@ -260,7 +258,7 @@ Wrap = Callable[[nn.Module, "ProcessGroup | None", bool], nn.Module]
 
 
 def _torch(module: nn.Module, group: ProcessGroup | None, is_dynamic: bool) -> nn.Module:
-    """The wrapper of torch, with the options that make it fast."""
+    """Torch's wrapper, with the options that make it fast."""
     return TorchDDP(module, process_group=group, gradient_as_bucket_view=True, find_unused_parameters=is_dynamic)
 
 
@@ -284,7 +282,7 @@ def _adamw(wrapper: nn.Module) -> torch.optim.Optimizer:
 
 
 def _zero(wrapper: nn.Module) -> torch.optim.Optimizer:
-    # Imported here, since torch then warns of things of its own.
+    # Imported here, as torch then warns about itself.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     group = wrapper.process_group  # of torch's wrapper
@@ -295,7 +293,7 @@ def _sharded(options: Mapping[str, Any], wrapper: Any) -> torch.optim.Optimizer:
     return DistributedOptimizer(_adamw(wrapper), wrapper, **options)
 
 
-# In the wrapper of the contestant before the comma.
+# Each in the wrapper that the name begins with.
 _IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "ppe_ddp, sharded": partial(_sharded, {}),
     "ppe_ddp, overlap": partial(_sharded, {"overlap": True}),
@@ -317,7 +315,7 @@ def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
 
 @dataclass
 class Contestant:
-    """A copy of a model in one wrapper, which trains on; the n-th step is the same for all contestants."""
+    """A copy of a model in one wrapper; step n is the same for all contestants."""
 
     workload: Workload
     batch: Tensor
@@ -336,16 +334,16 @@ class Contestant:
             self.steps += 1
 
     def traffic(self) -> tuple[int, int]:
-        """The bytes of gradients, and those that show which exist, that this rank has sent in the last step."""
+        """The bytes of gradients, and of masks, that this rank has sent in the last step."""
         parameters, wrapper = list(self.module.parameters()), self.wrapper
         if wrapper is self.module or dist.get_world_size() == 1:
             return 0, 0
-        if isinstance(wrapper, DistributedDataParallel):  # as the engine has recorded it
+        if isinstance(wrapper, DistributedDataParallel):
             trace = wrapper.trace()
             return (0, 0) if trace is None else (trace.gradient_nbytes, trace.control_nbytes)
         if isinstance(wrapper, TorchDDP):  # all gradients; an int32 for each parameter where some may be unused
             return sum(one.nbytes for one in parameters), 4 * len(parameters) if self.workload.is_dynamic else 0
-        # ppe's: those that exist on some rank, which it fills in here, and an int64 for each parameter
+        # ppe's: all that exist on some rank, as zeros if not here, and an int64 for each parameter
         return sum(one.grad.nbytes for one in parameters if one.grad is not None), 8 * len(parameters)
 
     def state_nbytes(self) -> int:
@@ -359,13 +357,14 @@ class Contestant:
 
 
 class GradientMismatchError(RuntimeError):
-    """Two contestants have different gradients after the same step, so their times mean nothing."""
+    """Two contestants have different gradients after the same step; nothing is measured."""
 
 
 def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, Any]]:
-    """Measure some models in the default process group, on all ranks together: a result a model, as reports have it.
+    """Measure some models in the default process group, on all ranks together. Returns a report for each.
 
-    What was sent is this rank's, all else the same on every rank. GradientMismatchError where two do not agree.
+    Reports are the same on every rank, except the bytes sent, which are this rank's. GradientMismatchError if two
+    contestants do not agree.
     """
     control, group = platform.enter(), dist.new_group(backend="gloo") if over_mpi() else None
     with warnings.catch_warnings():
@@ -378,7 +377,7 @@ def measure(settings: Mapping[str, Any], platform: Platform) -> list[dict[str, A
 def _measured(
     name: str, settings: Mapping[str, Any], platform: Platform, control: ProcessGroup | None, group: ProcessGroup | None
 ) -> dict[str, Any]:
-    """Let all take part in one model: check them, then time them in turn."""
+    """Check all contestants on one model, then time them in turn."""
     workload, skipped = WORKLOADS[name], {}
     original, batch = workload.made(platform.device)
     contestants: dict[str, Contestant] = {}
@@ -394,7 +393,7 @@ def _measured(
     for _ in range(_WARM_UP_STEPS):
         for contestant in contestants.values():
             contestant.take(1)
-        if not settings["adamw"]:  # it makes small differences large
+        if not settings["adamw"]:  # AdamW turns small differences into large ones
             _check(contestants)
     bare = list(contestants["bare"].module.parameters())
     present = torch.tensor([one.grad is not None for one in bare], dtype=torch.uint8)
@@ -422,10 +421,10 @@ def _measured(
 def compare(
     seconds: Mapping[str, Sequence[float]], traffic: Mapping[str, tuple[int, int]], world_size: int
 ) -> dict[str, Any]:
-    """The result of each contestant, given seconds of a step by repetition, and bytes of gradients and of masks.
+    """The result of each contestant, from seconds of a step by repetition, and bytes of gradients and of masks.
 
-    Ratios are to torch DDP, or of one rank to the bare model; ``over_bare_ms`` is how much longer than the bare
-    model's a step takes, by medians.
+    Ratios are to torch DDP, or on one rank to the bare model; ``over_bare_ms`` is the median time of a step minus that
+    of the bare model's.
     """
     reference = "bare" if world_size == 1 else "torch"
     bare = statistics.median(seconds["bare"])
@@ -454,7 +453,7 @@ def _check(contestants: Mapping[str, Contestant]) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The largest difference of two gradients of this type, as a part of the largest value."""
+    """The largest difference of two gradients of this dtype, divided by the largest value."""
     return max(_TOLERANCE, _ROUNDINGS * torch.finfo(dtype).eps)
 
 
@@ -465,7 +464,7 @@ def _compare(named: tuple[str, nn.Parameter], theirs: Tensor | None, where: str)
         for gradient in (parameter.grad, theirs)
     )
     largest, difference = float(expected.abs().max()), float((actual - expected).abs().max())
-    # Not `>`, which a NaN would pass.
+    # Not `>`, which is False for NaN.
     if not difference <= tolerance(parameter.dtype) * largest:
         raise GradientMismatchError(
             f"{where} has a gradient of {name!r} that differs from torch's by up to {difference:.3g}, where "

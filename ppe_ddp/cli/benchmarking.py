@@ -1,4 +1,4 @@
-"""Parts that benchmarks share: ranks, device and backend to run on, turns of contestants, and tables."""
+"""What benchmarks share: the ranks, device and backend to run on, taking turns, and tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("gloo",),
     "cuda": ("cpu:gloo,cuda:nccl", "cpu:gloo,cuda:cupy_nccl", "nccl", "cupy_nccl", "gloo"),
 }
-"""By kind of device the backends that can be measured on it, the default first."""
+"""The backends for each kind of device, the default first."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, repeats: int | None = 11) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int | None = 11) 
 
 
 def over_mpi() -> bool:
-    """True where the default process group is mpi4py's."""
+    """Whether the default process group is over mpi4py."""
     return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
 
 
@@ -59,14 +59,14 @@ def over_mpi() -> bool:
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of device and one backend; the same on every rank."""
+    """A kind of device and a backend; the same on every rank."""
 
     device: str = "cpu"  # "cpu" or "cuda"
-    backend: str = BACKENDS["cpu"][0]  # as ``init_process_group`` takes it
+    backend: str = BACKENDS["cpu"][0]  # as for ``init_process_group``
 
     @classmethod
     def of(cls, device: str, backend: str | None = None) -> Platform:
-        """The platform of a command line; ValueError where it does not fit or is not here, ImportError without CuPy."""
+        """The platform of a command line; ValueError if it cannot be used here, ImportError without CuPy."""
         known = BACKENDS[device]
         backend = backend or known[0]
         if backend not in known:
@@ -82,7 +82,7 @@ class Platform:
         return cls(device, backend)
 
     def start(self, ranks: int) -> Ranks:
-        """Ranks of our own; ValueError where they would have to share devices, and NCCL is too old for that."""
+        """Start ranks; ValueError if they would have to share devices, and NCCL is too old for that."""
         if "nccl" in self.backend and ranks > torch.cuda.device_count():
             if not many_ranks_a_device():
                 raise ValueError(
@@ -95,7 +95,7 @@ class Platform:
         return Ranks(ranks, backend=self.backend, starter=starter, timeout=timeout, group_timeout=_COLLECTIVE_SECONDS)
 
     def join(self, wanted: int | None = None) -> None:
-        """Join the ranks that a launcher has started, on all together; under mpirun those of CPUs over mpi4py."""
+        """Join the ranks that a launcher has started, which all call this; under mpirun over mpi4py if on CPUs."""
         if "nccl" in self.backend and many_ranks_a_device():
             os.environ.setdefault(SHARE_DEVICES, "1")
         is_over_mpi = self == Platform() and detect(os.environ).launcher == "mpirun"
@@ -105,17 +105,17 @@ class Platform:
             raise ValueError(f"--ranks is {wanted}, but {job.launcher} has started {job.world_size}; leave it out")
 
     def enter(self) -> ProcessGroup | None:
-        """Use one thread, and the device of this rank's number; a group to meet in, None for the default one."""
+        """Use one thread, and the device of this rank's number. Returns the group for barriers; None: the default."""
         torch.set_num_threads(1)
         if self.device == "cpu":
             return None
-        job = init_process_group(quiet=True)  # joined already: this only describes the job
+        job = init_process_group(quiet=True)  # has been joined before, so this only describes it
         torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
         control: ProcessGroup = dist.new_group(backend="gloo")
         return control
 
     def clock(self) -> float:
-        """Seconds, read when the device has done what it was given."""
+        """The time in seconds, read when the device has finished its work."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         return perf_counter()
@@ -132,7 +132,7 @@ class Platform:
         }
 
     def __str__(self) -> str:
-        """All of it in a few words, for a caption."""
+        """The facts in a few words, for a caption."""
         facts = self.facts()
         nccl = f", NCCL {facts['nccl']}" if facts["nccl"] else ""
         name = f"{self.device} ({facts['devices']} x {facts['device_name']}{nccl})" if facts["devices"] else self.device
@@ -149,10 +149,9 @@ def on_ranks(
 ) -> int:
     """Measure on the ranks that a launcher has started, or on new ones.
 
-    ``measure``, a function of a module, is called with ``words`` on every rank in a process group, and ``publish`` on
-    rank 0 with its result there and the number of ranks. It starts ``ranks``, by default two; where a launcher has
-    started some, there must be as many. The exit code is that of ``publish``; 1 if a rank that was started here has
-    failed, 2 if the ranks cannot be used.
+    Calls ``measure``, a function of a module, with ``words`` on every rank, and ``publish`` with the result of rank 0
+    and the number of ranks. Without a launcher it starts ``ranks``, by default two; a launcher must have started as
+    many. Returns the exit code of ``publish``; 1 if a rank that was started here failed, 2 if ranks cannot be used.
     """
     platform = platform or Platform()
     try:
@@ -180,11 +179,11 @@ def in_turn(
     platform: Platform,
     control: ProcessGroup | None,
 ) -> dict[str, list[float]]:
-    """Time contestants in turn, on all ranks together: by name the seconds of a step on the slowest, by repetition.
+    """Time contestants in turn, on all ranks together. Returns each one's seconds of a step, by repetition.
 
-    Every repetition gives each contestant one block of consecutive steps, in an order drawn anew, behind a barrier.
-    Noise that lasts longer than a block then meets them all, and a ratio within one repetition is free of what changed
-    since the one before.
+    They are those of the slowest rank. In every repetition each contestant takes one block of steps behind a barrier,
+    in a new random order. So noise that lasts longer than a block meets all, and ratios within a repetition do not
+    depend on what changes later.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     order, shuffler = list(contestants), random.Random(0)
@@ -192,7 +191,7 @@ def in_turn(
     for _ in range(repeats):
         shuffler.shuffle(order)
         for name in order:
-            contestants[name](1)  # warms the caches that the contestant before has filled
+            contestants[name](1)  # brings its memory back into the caches
             platform.clock()
             dist.barrier(control)
             start = platform.clock()
@@ -202,7 +201,7 @@ def in_turn(
 
 
 def largest(numbers: Any, group: ProcessGroup | None = None) -> Any:
-    """The largest of each of these numbers over the ranks: one, a list, or lists of equally many."""
+    """The largest over the ranks of a number, or of each number in a list or in lists of one length."""
     found = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found.tolist()
@@ -226,7 +225,7 @@ class Spread:
         return cls(median, lower, upper)
 
     def text(self, digits: int) -> str:
-        """The median, and the middle half; the larger the numbers, the fewer digits."""
+        """The median and the quartiles, with fewer digits if they are large."""
         digits = 0 if self.upper >= 100 else min(digits, 1) if self.upper >= 10 else digits
         return f"{self.median:.{digits}f} ({self.lower:.{digits}f}-{self.upper:.{digits}f})"
 
@@ -234,10 +233,10 @@ class Spread:
 def print_table(
     arguments: argparse.Namespace, title: str, caption: str, headings: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
-    """Print a table for 80 columns, or as wide as its numbers are: with less room they would be cut off.
+    """Print a table of 80 columns, or more if its numbers need them; on stderr if the report goes to stdout.
 
-    The caption is wrapped, and gets the processor, its cores, and torch's version. The first heading is of text, as is
-    one that begins with ``<``; an empty row is a line. Where the report goes to stdout, the table goes to stderr.
+    The processor, its cores and torch's version are added to the caption. Columns are aligned to the right, except the
+    first and those with ``<`` before their heading. An empty row becomes a line.
     """
     facts, file = machine_facts(), told(arguments)
     caption = f"{caption}; {facts['cpu']}, {facts['cores']} cores; torch {torch.__version__}"
@@ -257,7 +256,7 @@ def print_table(
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Log no warnings of this library while this is entered."""
+    """A context in which this library logs no warnings."""
     logger = logging.getLogger("ppe_ddp")
     level = logger.level
     logger.setLevel(logging.ERROR)

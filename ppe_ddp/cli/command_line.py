@@ -30,7 +30,7 @@ def count(text: str) -> int:
 
 
 def size_of(text: str) -> int:
-    """Bytes: a whole number from 1, with K, M or G after it for KiB, MiB, GiB."""
+    """A number of bytes from 1, with K, M or G for KiB, MiB or GiB."""
     match = re.fullmatch(r"([1-9][0-9]*)([KMG]?)", text.upper())
     if match is None:
         raise argparse.ArgumentTypeError(f"should be a number of bytes such as 4, 64K or 32M, but it is {text!r}")
@@ -38,7 +38,7 @@ def size_of(text: str) -> int:
 
 
 def output(text: str) -> str:
-    """A file in a folder that exists, or - for stdout; a wrong one is found before everything has been measured."""
+    """A file in a folder that exists, or - for stdout; checked before anything is measured."""
     if text != "-" and (not Path(text).parent.is_dir() or Path(text).is_dir()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
     return text
@@ -51,13 +51,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def fail(error: object, code: int) -> int:
-    """Say on stderr what is wrong; the exit code."""
+    """Print an error on stderr. Returns the exit code."""
     print(f"ppe_ddp: {error}", file=sys.stderr)
     return code
 
 
 def versions() -> dict[str, str]:
-    """Versions of what takes part, without anything that names the machine."""
+    """The versions of ppe_ddp, torch, Python, and pytorch-pfn-extras if it is installed."""
     found = {"ppe_ddp": ppe_ddp.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
     try:
         return {**found, "pytorch_pfn_extras": metadata.version("pytorch-pfn-extras")}
@@ -66,21 +66,19 @@ def versions() -> dict[str, str]:
 
 
 def machine_facts() -> dict[str, str | int]:
-    """Kind of processor and system, and how many cores there are for this process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    cpu = found[1] if found else platform.processor() or "unknown"
+    """The kind of processor and system, and the number of cores for this process."""
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpu, cores = found[1] if found else platform.processor() or "unknown", len(os.sched_getaffinity(0))
     return {"cores": cores, "cpu": cpu, "system": platform.system(), "architecture": platform.machine()}
 
 
 def told(arguments: argparse.Namespace) -> TextIO:
-    """The file for text that people read: stdout, or stderr where the report goes to stdout."""
+    """The file for text that people read: stdout, or stderr if the report goes to stdout."""
     return sys.stderr if arguments.json == "-" else sys.stdout
 
 
 def write_report(arguments: argparse.Namespace, command: str, **content: object) -> None:
-    """Write what ``command`` has found, and on what machine, as JSON to where ``--json`` says; nothing without it."""
+    """Write ``content``, versions and the machine as JSON to the file of ``--json``, if it was given."""
     if arguments.json is None:
         return
     report = {"command": command, "versions": versions(), "machine": machine_facts(), **content}
@@ -92,7 +90,7 @@ def write_report(arguments: argparse.Namespace, command: str, **content: object)
 
 
 def print_rows(rows: Sequence[Sequence[str]], widths: Sequence[int], file: TextIO) -> None:
-    """Print texts in columns of these widths and a last one, which is wrapped."""
+    """Print rows of texts in columns of these widths, and a last column that takes the rest of the line."""
     grid = Table.grid(padding=(0, 1, 0, 0))
     for width in (*widths, None):
         grid.add_column(width=width)

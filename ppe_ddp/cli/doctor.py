@@ -1,4 +1,4 @@
-"""The commands that look at the place where they run: ``env`` lists what is there, ``doctor`` tries it on ranks."""
+"""The commands that examine an installation: ``env`` lists what is there, ``doctor`` tries it on ranks."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# ---------------------------------------------------------------------- what is there
+# ---------------------------------------------------------------------- env
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that this library can train over."""
+    """A backend over which this library can train."""
 
-    name: str  # as ``init_process_group`` takes it
-    device: str  # whose tensors it is for: "cpu" or "cuda"
-    missing: str = ""  # why it cannot be made here; empty where it can
+    name: str  # as for ``init_process_group``
+    device: str  # of its tensors: "cpu" or "cuda"
+    missing: str = ""  # why it cannot be used here; empty if it can
     remedy: str = ""  # what to do about that
-    library: str = ""  # what it calls, with versions
+    library: str = ""  # the libraries that it calls, with versions
 
 
 class Env:
-    """Lists versions, launcher, devices, and the backends that can be made here.
+    """Lists versions, launcher, devices, and the backends that can be used here.
 
-    Copy what it prints into a bug report: it names no machine and no user. It
-    starts no ranks; `doctor` does. Under a launcher rank 0 tells, of itself.
+    Copy its output into a bug report; it names no machine and no user. It starts
+    no ranks; `doctor` does. Under a launcher only rank 0 prints.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class Env:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Looks and prints; returns 0, whatever there is or is not."""
+        """Print, and return 0."""
         if not is_on_rank_0():
             return 0
         info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()
@@ -90,7 +90,7 @@ class Env:
 
 
 def launcher_here() -> str:
-    """The launcher of this process and the number of ranks, or what is wrong with its variables."""
+    """The launcher of this process, its rank and the number of ranks; or what is wrong with the variables."""
     try:
         place = detect(os.environ)
     except (ValueError, RuntimeError) as error:
@@ -99,12 +99,12 @@ def launcher_here() -> str:
 
 
 def many_ranks_a_device() -> bool:
-    """True where torch's NCCL is new enough to let several ranks share a GPU."""
+    """Whether torch's NCCL is new enough to let several ranks share a GPU."""
     return (torch_nccl() or 0) >= NCCL_OF_SHARED_DEVICES
 
 
 def candidates() -> list[Candidate]:
-    """All backends, those first that need least."""
+    """All backends, those with the fewest requirements first."""
     no_gloo = "" if dist.is_gloo_available() else "this build of torch has no gloo"
     gloo = Candidate("gloo", "cpu", no_gloo, no_gloo and "install a torch that is built with gloo")
     missing, remedy = _without_cuda()
@@ -127,13 +127,13 @@ def _mpi4py() -> Candidate:
     if mpirun is None:
         remedy = f"put the mpirun of {mpi} on PATH, or {install}"
         return Candidate("mpi4py", "cpu", "there is no mpirun, which starts its ranks", remedy)
-    # Without a path, which may name a user.
+    # Not the path, which may name a user.
     where = "beside this Python" if Path(mpirun).parent == Path(sys.executable).parent else "on PATH"
     return Candidate("mpi4py", "cpu", library=f"mpi4py {metadata.version('mpi4py')}, {mpi}, mpirun {where}")
 
 
 def _without_cuda() -> tuple[str, str]:
-    """The reason why no tensor can be on a CUDA device, and the remedy; both empty where one can."""
+    """The reason why CUDA cannot be used, and the remedy; both empty if it can."""
     if torch.version.cuda is None:
         return "this build of torch is without CUDA", "install a torch for CUDA, on a machine with an NVIDIA GPU"
     if not torch.cuda.is_available():
@@ -156,8 +156,8 @@ def _cupy(*, has_cuda: bool) -> Candidate:
     return Candidate("cupy_nccl", "cuda", library=found)
 
 
-# Each is asked in a process of its own: importing mpi4py may start MPI in this one, CuPy would bring its NCCL, and a
-# library that does not fit crashes.
+# Each in a process of its own: importing mpi4py may start MPI, CuPy loads an NCCL, and a library that does not fit may
+# crash.
 _ASK_SECONDS = 60.0
 _ASK_MPI = """
 import mpi4py
@@ -165,7 +165,7 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 print(" ".join(MPI.Get_library_version().strip("\\0 \\n").splitlines()[0].split()))
 """
-# torch first, as a program of ours has it. What is mapped says which libnccl is really used; more than one is a clash.
+# torch first, as in a program that uses ppe_ddp. If two libnccl files are mapped, torch and CuPy use different ones.
 _ASK_CUPY = """
 import warnings
 warnings.simplefilter("ignore")
@@ -178,7 +178,7 @@ print(f"CuPy {cupy.__version__}, NCCL {version}{'!' if len(loaded_files()) > 1 e
 
 
 def _ask(script: str) -> tuple[str, str]:
-    """The last line that a script prints, and where it fails the last line of its error."""
+    """The last line that a script prints, and the last line of its error if it fails."""
     try:
         command = [sys.executable, "-c", script]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
@@ -189,7 +189,7 @@ def _ask(script: str) -> tuple[str, str]:
     return done.stdout.strip().splitlines()[-1], ""
 
 
-# ---------------------------------------------------------------------- which of it works
+# ---------------------------------------------------------------------- doctor
 
 _DTYPES = (torch.float32, torch.float64)
 _SECONDS, _RANKS, _TOLD_LINES = 60, 2, 12
@@ -210,26 +210,26 @@ class Diagnosis:
 
     backend: str
     outcome: str  # "ok", "failed" or "skipped"
-    ranks: int = 0  # how many ranks were started
-    seconds: float = 0.0  # how long it took, with their start
-    reason: str = ""  # why it failed or was skipped, in a line or a few; what was examined where all is well
+    ranks: int = 0  # the number of ranks that were started
+    seconds: float = 0.0  # with the start of the ranks
+    reason: str = ""  # why it failed or was skipped; what was examined if it is ok
     remedy: str = ""  # what to do about it
     details: str = ""  # tracebacks of the ranks, or where they hang
 
     def row(self) -> tuple[str, str, str]:
-        """The cells of its row: name, outcome, and the rest as text."""
+        """The cells of a row: name, outcome, and all else."""
         ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}, {self.seconds:.1f} s: " if self.ranks else ""
         texts = [ranks + self.reason, self.details, self.remedy and f"remedy: {self.remedy}"]
         return self.backend, self.outcome, "\n".join(filter(None, texts))
 
 
 class Doctor:
-    """Starts ranks over each backend that can be made here, and tells which work.
+    """Starts ranks over each backend that can be used here, and tells which work.
 
-    The ranks make calls whose results are known, and train a model whose graph
-    differs from rank to rank beside one process that does the same. Two ranks,
-    or one for CUDA where they would have to share a device (two all the same,
-    over an NCCL that can do it, if NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A rank
+    The ranks make calls whose results are known, train a model whose graph
+    differs on each rank, and compare its gradients with those of one process.
+    There are two ranks, but one if they would have to share a CUDA device
+    (unless NCCL can do that, and NCCL_MULTI_RANK_GPU_ENABLE=1 is set). A rank
     that hangs is killed and reported.
 
     Under mpirun, torchrun or srun it examines the ranks of that job instead:
@@ -253,9 +253,10 @@ class Doctor:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Examine one backend after the other, and print what it finds as it goes.
+        """Examine one backend after the other, and print each result at once.
 
-        Returns 1 if something failed, or a backend that was asked for cannot be made here; 2 if a name is no backend's.
+        Returns 1 if something failed, or a backend that was asked for cannot be used here; 2 if a name is not one of a
+        backend.
         """
         file, asked = told(arguments), arguments.backend
         try:
@@ -293,17 +294,16 @@ def function_named(text: str) -> Callable[[], object]:
 
 
 def diagnose(candidate: Candidate, timeout: float, setup: Callable[[], object] | None = None) -> Diagnosis:
-    """Start ranks over one backend, have them examine it, and end them, whatever they do.
+    """Start ranks over one backend, let them examine it, and end them; skip it if it cannot be used here.
 
-    A backend that cannot be made here is skipped. ``setup``, a function of a module, is called in each rank before it
-    joins.
+    ``setup``, a function of a module, is called in each rank before it joins.
     """
     name, size = candidate.name, _RANKS
     if candidate.missing:
         return Diagnosis(name, "skipped", reason=candidate.missing, remedy=candidate.remedy)
     start, details = time.monotonic(), ""
     if candidate.device == "cuda" and torch.cuda.device_count() < _RANKS:
-        # NCCL can do it from 2.30 on, as an experiment: only where it is asked for.
+        # NCCL 2.30 and newer let ranks share a device as an experiment, so only if the user asks for it.
         is_wanted = os.environ.get(SHARE_DEVICES) == "1" and name in ("nccl", "cupy_nccl")
         size = _RANKS if is_wanted and many_ranks_a_device() else 1
     starter = JobStarter(None, "mpirun", (size,)) if name == "mpi4py" else None
@@ -329,7 +329,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _in_job(arguments: argparse.Namespace) -> int:
-    """Examine the job that this process is a rank of, together with the others; rank 0 tells."""
+    """Examine the job of this rank, together with its other ranks; rank 0 prints."""
     asked = arguments.backend or [None]
     if len(asked) > 1:
         return fail(f"the ranks of a job have one backend: not --backend {' --backend '.join(asked)}", 2)
@@ -348,16 +348,16 @@ def _in_job(arguments: argparse.Namespace) -> int:
 
 
 def _examine_job(job: Job) -> dict[str, Any]:
-    """The findings, equal on all ranks: nodes and their ranks, how messages travel between all ranks, problems."""
-    boot_id = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""  # tells apart machines of one name
+    """The nodes and their ranks, how messages travel, and problems; the same on all ranks."""
     world = default_group()
-    names = [tuple(name) for name in all_gather_json([socket.gethostname(), boot_id], world)]
+    own = [socket.gethostname(), _BOOT_ID.read_text()]  # the name alone may be that of several machines
+    names = [tuple(name) for name in all_gather_json(own, world)]
     nodes = [(name, [rank for rank, other in enumerate(names) if other == name]) for name in dict.fromkeys(names)]
     found = all_gather_json(examine_backend(_DTYPES, job.device.type), world)
     groups = Groups.duplicate(world, shared_memory=True)
     ways = {}
     for what, group, nbytes in (("buckets", groups.buckets, _NBYTES), ("masks", groups.control, _SMALL_NBYTES)):
-        dist.all_reduce(torch.zeros(nbytes // 4), group=group)  # the first message decides
+        dist.all_reduce(torch.zeros(nbytes // 4), group=group)  # the first message decides about shared memory
         ways[what] = _way(group, spans=len(nodes) > 1, is_small=what == "masks")
     return {
         "launcher": job.launcher,

@@ -1,4 +1,4 @@
-"""The commands that draw timelines: of a script that they run, and of records that are there."""
+"""The commands that draw timelines: ``trace`` runs a script, ``timeline`` reads the records of earlier runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def _add_no_pictures(parser: argparse.ArgumentParser) -> None:
 class TraceScript:
     """Runs a script, and records a timeline of it: what each rank computes and sends.
 
-    The script is run as python would run it, on every rank that a launcher starts.
-    FOLDER gets timeline.json for https://ui.perfetto.dev, timeline.png (one step),
-    gradients.png (which parameters had a gradient on which rank) and summary.txt.
-    Where the machines share no file system, bring all rank-N.json into one folder,
-    and call `python -m ppe_ddp timeline FOLDER`.
+    It runs the script as python would, on every rank that a launcher starts. It
+    writes timeline.json for https://ui.perfetto.dev, timeline.png (one step),
+    gradients.png (which parameters had a gradient on which rank) and summary.txt
+    to FOLDER. If the machines do not share a file system, copy all rank-N.json
+    into one folder, and call `python -m ppe_ddp timeline FOLDER`.
 
       python -m ppe_ddp trace --out folder train.py --epochs 1
       mpirun -n 2 python -m ppe_ddp trace train.py
@@ -40,7 +40,7 @@ class TraceScript:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Run the script; 2 where there is none, or pictures cannot be drawn. What it raises, or leaves by, goes on."""
+        """Run the script; 2 if there is none, or pictures cannot be drawn. Its exceptions and exit are passed on."""
         script, folder = str(arguments.script), Path(arguments.out).absolute()
         try:
             if not arguments.no_pictures:
@@ -51,7 +51,7 @@ class TraceScript:
         except (ImportError, OSError) as error:
             return fail(error, 2)
         sys.argv = [script, *arguments.arguments]
-        # As python has it: the folder of the script, or the current one for a module.
+        # As python does: the folder of the script, or the current one for a module.
         sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).absolute().parent))
         with timeline(folder, pictures=not arguments.no_pictures):
             if arguments.module:
@@ -64,8 +64,8 @@ class TraceScript:
 class DrawTimeline:
     """Draws a timeline from the records of its ranks, a file rank-N.json each.
 
-    What `with ppe_ddp.timeline(FOLDER)` and `python -m ppe_ddp trace` do by
-    themselves, where the ranks share a file system.
+    `with ppe_ddp.timeline(FOLDER)` and `python -m ppe_ddp trace` do so by
+    themselves if the ranks share a file system.
 
       python -m ppe_ddp timeline folder
     """
@@ -77,7 +77,7 @@ class DrawTimeline:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Draw it, and print the summary; 2 where records are missing, or pictures cannot be drawn."""
+        """Draw it, and print the summary; 2 if records are missing, or pictures cannot be drawn."""
         try:
             if not arguments.no_pictures:
                 check_pictures()

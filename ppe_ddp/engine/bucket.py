@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.contracts import Division, GradBucket, probe
+from ppe_ddp.contracts import GradBucket, probe
 from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
 from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
@@ -156,9 +156,9 @@ class DenseBucket(Bucket, ABC):
     def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes | None = None) -> None:
         super().__init__(plan, context, present)
         self._reduction = context.reduction
-        self._division = context.reduction.division(plan.device)
+        self._is_divided = context.reduction.takes_divided(plan.device)
         # Factor of the gradients as they are packed.
-        self.factor = context.reduction.mean_factor if self._division is Division.DONE else 1.0
+        self.factor = context.reduction.mean_factor if self._is_divided else 1.0
         self._sent: GradBucket | None = None
         self._flat: Tensor | None = None
         self._tensors: list[Tensor] = []
@@ -178,14 +178,14 @@ class DenseBucket(Bucket, ABC):
             self.pending = reduction.start_average(self._flat, self.plan, self.names)
             return
         tensors, flat = self._tensors_for_user(self._flat)
-        self._sent = GradBucket.of(
+        self._sent = GradBucket(
             tensors,
             flat,
             parameters=self.parameters,
             names=self.names,
             index=self.plan.index,
             is_last=is_last,
-            division=self._division,
+            is_divided=self._is_divided,
         )
         self.pending = reduction.start(self._sent)
 

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, default_group
-from ppe_ddp.contracts import Division, is_waitable, probe
+from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress, awaited_once
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
@@ -75,9 +75,9 @@ class Reduction(ABC):
         """Its progress in process groups of the user's; None if it uses none."""
         return None
 
-    def division(self, device: torch.device) -> Division:
-        """Tell who divides gradients on ``device`` by the world size."""
-        return Division.BY_FUNCTION
+    def takes_divided(self, device: torch.device) -> bool:
+        """Whether gradients on ``device`` are to be divided by the world size before they are reduced."""
+        return False
 
     @property
     @abstractmethod
@@ -192,10 +192,9 @@ class FunctionReduction(Reduction):
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
 
-    def division(self, device: torch.device) -> Division:
-        """As the function declares; for plain averages, this library divides unless the backend has ReduceOp.AVG."""
-        is_divided = device.type not in self._averaging if self.is_plain_average else self._takes_divided
-        return Division.DONE if is_divided else Division.BY_FUNCTION
+    def takes_divided(self, device: torch.device) -> bool:
+        """As the function declares; for plain averages True unless the backend has ReduceOp.AVG."""
+        return device.type not in self._averaging if self.is_plain_average else self._takes_divided
 
     @property
     def title(self) -> str:

@@ -1,8 +1,8 @@
-"""Accelerate: an ``Accelerator`` that wraps models in this library's class, where Accelerate names torch's.
+"""Accelerate: an ``Accelerator`` that wraps models in this library's class instead of torch's.
+
+Replace ``from accelerate import Accelerator`` by::
 
     from ppe_ddp.integrations.accelerate import Accelerator
-
-in the place of ``from accelerate import Accelerator``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Accelerator"]
 
 
 def join_launcher() -> None:
-    """Call :func:`ppe_ddp.init_process_group` under mpirun and Slurm, if nobody has.
+    """Call :func:`ppe_ddp.init_process_group` under mpirun and Slurm, unless torch.distributed is initialized.
 
     Accelerate would look for MASTER_ADDR, which these do not set.
     """
@@ -36,20 +36,20 @@ def join_launcher() -> None:
 
 
 class Accelerator(accelerate.Accelerator):
-    """Accelerate's, with this library's wrapper on several CPUs or GPUs; FSDP, DeepSpeed and others are as they were.
+    """Accelerate's ``Accelerator`` with this library's wrapper on several CPUs or GPUs; FSDP and others do not change.
 
-    Under mpirun and Slurm it calls :func:`ppe_ddp.init_process_group`, if nobody has.
+    Under mpirun and Slurm it calls :func:`ppe_ddp.init_process_group`, unless torch.distributed is initialized.
 
     Args:
-        *args: Accelerate's.
+        *args: As for Accelerate's.
         wrapper_options: Keywords of :class:`ppe_ddp.DistributedDataParallel`, such as ``reduce_function``. They take
             precedence over those of a ``DistributedDataParallelKwargs`` handler.
-        **kwargs: Accelerate's.
+        **kwargs: As for Accelerate's.
     """
 
     wrapper_options: Mapping[str, Any] = {}
     counted: tuple[float, int] | None = None
-    """How many items of this rank a step's losses are divided by, and in how many backwards; transformers sets it."""
+    """This rank's items, by which a step's losses are divided, and the number of backwards; set by transformers."""
 
     _joins_on_cpus = False
 
@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):
         """Place ``model``, set up its precision, and wrap it where several ranks train it."""
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         wraps = self._is_data_parallel and not evaluation_mode and not is_prepared
-        # Preparing for evaluation is all that Accelerate does beside wrapping.
+        # Accelerate does the same for evaluation, but without wrapping.
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or wraps)
         if not (wraps and any(parameter.requires_grad for parameter in prepared.parameters())):
             return prepared
@@ -77,7 +77,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several GPUs train; for a moment also CPUs, for :meth:`join_uneven_inputs`."""
+        """Whether several GPUs train; while :meth:`join_uneven_inputs` begins, also for CPUs."""
         return self._joins_on_cpus or bool(super().multi_device)
 
     @property
@@ -88,7 +88,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Generator[None, None, None]:
-        """As Accelerate's, and on CPUs as well, where its own joins nothing."""
+        """Join uneven inputs as Accelerate does, but also on CPUs."""
         self._joins_on_cpus = self.distributed_type == accelerate.DistributedType.MULTI_CPU
         with super().join_uneven_inputs(joinables, even_batches):
             self._joins_on_cpus = False
@@ -98,10 +98,10 @@ class Accelerator(accelerate.Accelerator):
         """Call ``loss.backward()`` as Accelerate does.
 
         Args:
-            loss: As Accelerate has it.
-            count: The samples or tokens that ``loss`` is a mean over, for :func:`ppe_ddp.weigh`: gradients are averaged
-                over those of all ranks and accumulation steps.
-            **kwargs: Accelerate's.
+            loss: The loss.
+            count: The number of samples or tokens of which ``loss`` is the mean, for :func:`ppe_ddp.weigh`: gradients
+                are averaged over those of all ranks and accumulation steps.
+            **kwargs: As for Accelerate's.
         """
         if count is not None:
             loss = weigh(loss * self.gradient_accumulation_steps, count)
@@ -120,7 +120,7 @@ class Accelerator(accelerate.Accelerator):
     @staticmethod
     @contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
-        """Let a backward synchronize inside ``no_sync``."""
+        """A context in which backwards synchronize, also inside of ``no_sync``."""
         if not isinstance(model, DistributedDataParallel):
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield

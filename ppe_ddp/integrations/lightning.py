@@ -1,12 +1,12 @@
-"""Lightning: the strategy "ppe_ddp", for ``Trainer`` and for ``Fabric``; importing this module registers both.
+"""Lightning: the strategy "ppe_ddp" for ``Trainer`` and ``Fabric``; importing this module registers both.
 
     import ppe_ddp.integrations.lightning
 
     trainer = Trainer(strategy="ppe_ddp", accelerator="cpu", devices=2)
     fabric = Fabric(strategy="ppe_ddp", accelerator="cpu", devices=2)
 
-Under mpirun, on CPUs, the process group is one over mpi4py. ``TrainerStrategy(...)`` and ``FabricStrategy(...)`` take
-what Lightning's ``DDPStrategy`` takes, and the wrapper's keywords in the place of torch's.
+Under mpirun on CPUs, the process group is over mpi4py. ``TrainerStrategy(...)`` and ``FabricStrategy(...)`` have the
+arguments of Lightning's ``DDPStrategy``, but the keywords of our wrapper instead of torch's.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class _Strategy:
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register this one by its name."""
+        """Register this strategy by its name."""
         strategy_registry.register(cls.strategy_name, cls, description="ppe_ddp.DistributedDataParallel", override=True)
 
 
 class TrainerStrategy(_Strategy, TrainerBase):
     """Lightning's ``DDPStrategy`` with this library's wrapper, in automatic and in manual optimization.
 
-    Micro-batches that ``accumulate_grad_batches`` leaves out are not synchronized. On a rank whose ``training_step``
-    returns None gradients count as zero, and it makes the same step as the others. A ``ddp_comm_hook`` is registered
-    on any device.
+    Only the last of ``accumulate_grad_batches`` micro-batches is synchronized. If a rank's ``training_step`` returns
+    None, its gradients count as zero, and it takes the same step as the others. A ``ddp_comm_hook`` works on all
+    devices.
     """
 
     model: Any
@@ -78,7 +78,7 @@ class TrainerStrategy(_Strategy, TrainerBase):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's; a loss of the constant zero in the place of None, which Lightning refuses."""
+        """The output of Lightning's; a loss of zero instead of None, which Lightning refuses."""
         output = super().training_step(*args, **kwargs)
         self._has_loss = output is not None or not self.lightning_module.automatic_optimization
         return output if self._has_loss else torch.zeros((), requires_grad=True)
@@ -87,7 +87,7 @@ class TrainerStrategy(_Strategy, TrainerBase):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """As Lightning's; a rank whose ``training_step`` has returned None takes part in the others' averages."""
+        """Step as Lightning does; without a loss, average the gradients of the other ranks first."""
 
         def step() -> Any:
             loss = closure()
@@ -99,14 +99,14 @@ class TrainerStrategy(_Strategy, TrainerBase):
 
     @override
     def teardown(self) -> None:
-        """Take the wrapper off, and end."""
+        """Remove the wrapper, and do what Lightning does."""
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
         super().teardown()
 
 
 class FabricStrategy(_Strategy, FabricBase):
-    """Lightning Fabric's ``DDPStrategy`` with this wrapper; ``fabric.no_backward_sync`` is its ``no_sync``."""
+    """Lightning Fabric's ``DDPStrategy`` with this wrapper; ``fabric.no_backward_sync`` calls its ``no_sync``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -119,7 +119,7 @@ class FabricStrategy(_Strategy, FabricBase):
 
 
 class _NoSync(_BackwardSyncControl):
-    """The ``no_backward_sync`` of Fabric for this wrapper; Fabric's own accepts torch's only."""
+    """Fabric's ``no_backward_sync`` for this wrapper; its own accepts only torch's."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """Ray Train: ``prepare_model`` for the training function of a ``TorchTrainer``, with this library's wrapper.
 
-    from ppe_ddp.integrations.ray import prepare_model
+Replace ``from ray.train.torch import prepare_model`` by::
 
-in the place of ``from ray.train.torch import prepare_model``.
+    from ppe_ddp.integrations.ray import prepare_model
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["prepare_model"]
 
 
 def prepare_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Move ``model`` to the worker's device and wrap it; on all workers together.
+    """Move ``model`` to the worker's device and wrap it; all workers call it together.
 
-    A worker group that Ray starts again after a failure calls it anew, and all its workers start from what the one of
-    rank 0 has: load the checkpoint before.
+    All workers begin with the parameters of rank 0. Load the checkpoint before, as Ray starts the training function
+    again after a failure.
 
     Args:
         model: The model.

@@ -1,14 +1,15 @@
 """transformers: a ``Trainer`` whose models are wrapped in this library's class.
 
+Replace ``from transformers import Trainer, TrainingArguments`` by::
+
     from ppe_ddp.integrations.transformers import Trainer, TrainingArguments
 
-in the place of ``from transformers import Trainer, TrainingArguments``; for those of another kind,
-``class Mine(TrainerMixin, Seq2SeqTrainer): ...``, and a call of :func:`ppe_ddp.init_process_group` before arguments are
-made of a class of transformers' own.
+For other trainers write ``class Mine(TrainerMixin, Seq2SeqTrainer): ...``. With a class of arguments of transformers,
+call :func:`ppe_ddp.init_process_group` before making the arguments.
 
-Where a loss is divided by the number of items in the batches of all ranks (``average_tokens_across_devices``), that
-number is not gathered before the forwards: it travels with the gradients, by :func:`ppe_ddp.weigh`. A ``compute_loss``
-of your own may do anything with that number, so it is gathered for it.
+If a loss is divided by the number of items in the batches of all ranks (``average_tokens_across_devices``), that number
+is not gathered before the forwards: :func:`ppe_ddp.weigh` sends it with the gradients. It is gathered if you override
+``compute_loss``, which may use it in other ways.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ __all__ = ["Trainer", "TrainerMixin", "TrainingArguments"]
 
 
 class TrainerMixin:
-    """Lets the ``Accelerator`` that a ``Trainer`` makes for itself be the one of ``integrations/accelerate.py``."""
+    """Lets a ``Trainer`` use the ``Accelerator`` of ``integrations/accelerate.py``."""
 
     accelerator: Any
     args: Any
     compute_loss: Any
     model_wrapped: Any
-    _items_loss: Any = 0.0  # of the step: losses times this rank's items
+    _items_loss: Any = 0.0  # the sum of the step's losses so far, times this rank's items
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the ``Accelerator`` as ``Trainer`` does, by its arguments, and give it our methods."""
+        """Let ``Trainer`` make its ``Accelerator``, and turn that into ours."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        # Trainer calls the constructor by name; ours only adds options that have defaults.
+        # Trainer names the class; ours has only further options, with defaults.
         self.accelerator.__class__ = Accelerator
 
     def get_batch_samples(self, *given: Any) -> tuple[list[Any], Any]:
@@ -45,7 +46,7 @@ class TrainerMixin:
         self.accelerator.counted, self._items_loss = None, 0.0
         if not (args.average_tokens_across_devices and self._can_weigh()):
             return get(*given)
-        args.average_tokens_across_devices = False  # or they would be gathered
+        args.average_tokens_across_devices = False  # or Trainer would gather them
         try:
             samples, items = get(*given)
         finally:
@@ -55,20 +56,20 @@ class TrainerMixin:
         return samples, items
 
     def _can_weigh(self) -> bool:
-        """Whether this wrapper's gradients are divided by items once a step, in the way of ``Trainer``."""
+        """Whether :func:`ppe_ddp.weigh` can divide by the items, as ``Trainer`` would: once a step, in our wrapper."""
         is_own = getattr(self.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
         is_each_synchronized = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return isinstance(self.model_wrapped, DistributedDataParallel) and not (is_own or is_each_synchronized)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward; returns a part of this rank in the loss of the step, as it is to be logged."""
+        """Forward and backward. Returns this rank's part of the step's loss, for the log."""
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if self.accelerator.counted is None:
             return loss
         items, _ = self.accelerator.counted
         self._items_loss = self._items_loss + (loss * items if items else torch.zeros_like(loss))
         if not self.accelerator.sync_gradients:
-            return torch.zeros_like(loss)  # the number of all ranks is known at the end of the step
+            return torch.zeros_like(loss)  # the items of all ranks are known only at the end of the step
         of_all = self.model_wrapped._reducer.synchronizer.weights.synchronized
         return self._items_loss / (of_all or 1.0)
 
@@ -78,9 +79,9 @@ class Trainer(TrainerMixin, transformers.Trainer):
 
 
 class TrainingArguments(transformers.TrainingArguments):
-    """``transformers.TrainingArguments``, which find the ranks also under mpirun and Slurm."""
+    """``transformers.TrainingArguments`` that also find the ranks under mpirun and Slurm."""
 
     def __post_init__(self) -> None:
         join_launcher()
         super().__post_init__()
-        self.__class__ = transformers.TrainingArguments  # checkpoints keep it, and load without this library
+        self.__class__ = transformers.TrainingArguments  # so that checkpoints load without this library

@@ -1,6 +1,6 @@
-"""Reads checkpoints: safetensors and torch files, one or many, and plain values. Code in them is never executed.
+"""Reads checkpoints of safetensors and of torch, in one file or several, without running code that is in them.
 
-Files are mapped into memory: a tensor is read from disk when its values are looked at, and not before.
+Files are mapped into memory: a tensor is read from disk only when its values are used.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ _NAMES = ("model.safetensors", "pytorch_model.bin")
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The entries of a checkpoint, each read when it is asked for.
+    """The entries of a checkpoint, each read on access.
 
-    The tensors are views of the files, which must stay as they are while any is in use.
+    Tensors are views of the files, which must not change while a tensor is in use.
 
     Args:
         path: A ``.safetensors`` file; a file of ``torch.save``; an index (``.index.json``) of several; or a folder with
             one of these, as ``save_pretrained`` writes it.
 
     Raises:
-        CheckpointError: A file cannot be read, is damaged, or holds more than tensors and plain values; it is named.
+        CheckpointError: A file, which the error names, cannot be read, is damaged, or holds more than tensors and plain
+            values.
         ImportError: It is a safetensors file, and safetensors is not installed.
     """
 
@@ -71,41 +72,41 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap = None) -> dict[str, Any]:
-    """Read a checkpoint file on global rank 0; elsewhere return an empty dict without a look at the file.
+    """Read a checkpoint file on global rank 0; other ranks return an empty dict.
 
-    A drop-in for ``accelerate.utils.modeling.load_state_dict``. Not collective: an error is raised on rank 0 alone.
+    A drop-in for ``accelerate.utils.modeling.load_state_dict``. Not collective: if rank 0 raises, the others do not.
 
     Args:
         checkpoint_file: A safetensors file or one of ``torch.save``.
-        device_map: Where tensors go: a device for all, or devices by the names of modules, of which the longest that
-            a tensor's name begins with counts; ``""`` is for all others. Unnamed and ``"disk"``: CPU, where
-            tensors are views of the file, which must stay as it is while they are in use.
+        device_map: One device for all tensors, or devices by name of module: a tensor goes to the device of the
+            innermost module named, ``""`` for the outermost. The default, also for ``"disk"``, is the CPU, where
+            tensors are views of the file, which must not change while a tensor is in use.
 
     Returns:
-        The tensors, and a torch file's other values, by name.
+        The entries by name: tensors, and a torch file's other values.
 
     Raises:
-        CheckpointError: The file cannot be read, is damaged, or holds more than tensors and plain values; it is named.
-        ValueError: A device of the map does not exist. On every rank.
+        CheckpointError: On rank 0: the file cannot be read, is damaged, or holds more than tensors and plain values.
+        ValueError: On every rank: a device of the map does not exist.
     """
     places = _places(device_map)
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+    if dist.is_initialized() and dist.get_rank() != 0:
         return {}
     loaded = {key: read() for key, read in _open(Path(checkpoint_file)).items()}
     return {key: value.to(_place(key, places)) if isinstance(value, Tensor) else value for key, value in loaded.items()}
 
 
 def dump_plain(value: Any) -> bytes:
-    """Save what ``torch.load(weights_only=True)`` reads; :func:`load_plain` reads the bytes and executes nothing.
+    """The bytes of a value that ``torch.load(weights_only=True)`` can read; :func:`load_plain` gives the value back.
 
-    Raises TypeError where loading the value would run code, or it cannot be saved; says what it is made of.
+    TypeError, which names the classes, if loading the value would run code, or if it cannot be saved.
     """
     content = io.BytesIO()
     try:
         torch.save(value, content)
     except Exception as error:
         raise TypeError(f"it is a {type(value).__name__}, which cannot be saved: {error}") from error
-    if not isinstance(value, str | int | float | None):  # those hold nothing else; looking takes time
+    if not isinstance(value, str | int | float | None):  # these hold no other classes; looking takes time
         content.seek(0)
         unsafe = get_unsafe_globals_in_checkpoint(content)
         if unsafe:
@@ -120,18 +121,18 @@ def dump_plain(value: Any) -> bytes:
 def load_plain(content: bytes) -> Any:
     """The value of :func:`dump_plain`, its tensors on the CPU."""
     with warnings.catch_warnings():
-        # torch warns from 2.15 on that it looks into sparse tensors; it is to, and there is nothing that a user can do
+        # From 2.15 on torch warns that it checks sparse tensors; users need not know.
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def as_text(value: Any) -> str:
-    """The bytes of :func:`dump_plain`, as a text that JSON can hold."""
+    """The bytes of :func:`dump_plain` as text, for JSON."""
     return b64encode(dump_plain(value)).decode()
 
 
 def from_text(text: str) -> Any:
-    """The value of :func:`as_text`; nothing in it is executed."""
+    """The value that :func:`as_text` was given; runs no code."""
     return load_plain(b64decode(text))
 
 
@@ -164,11 +165,11 @@ def _safe_file(file: Path) -> dict[str, Callable[[], Any]]:
 
 
 def _torch_file(file: Path) -> dict[str, Callable[[], Any]]:
-    # Old files are no archives, which alone can be mapped.
+    # Only archives can be mapped into memory; torch has written them since 1.6.
     with file.open("rb") as start:
         head = start.read(len(_ARCHIVE))
     mapped = head == _ARCHIVE
-    if not mapped and not head.startswith(_PICKLE):  # torch would take the text for instructions: "KeyError: 101"
+    if not mapped and not head.startswith(_PICKLE):  # torch would take a text for instructions: "KeyError: 101"
         raise ValueError(f"it is no checkpoint: it begins with {head!r}, and nothing that torch.save writes does")
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -181,7 +182,7 @@ def _torch_file(file: Path) -> dict[str, Callable[[], Any]]:
 
 
 def _files_of(path: Path) -> dict[Path, list[str]]:
-    """The files of a checkpoint, and what its index says that each has."""
+    """The files of a checkpoint, each with the keys that the index says it has."""
     if path.is_dir():
         path = _main_file(path)
     if path.suffix != ".json":

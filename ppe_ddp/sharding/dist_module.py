@@ -1,4 +1,4 @@
-"""DistModule: its load_state_dict takes rank 0's tensors and gives each rank its shards. accelerate through it."""
+"""DistModule: loads rank 0's checkpoint into the shards of all ranks. patch_accelerate: lets accelerate do the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
 from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
-from ppe_ddp.torch_internals import CALL_ATTRIBUTES, IncompatibleKeys
 
 if TYPE_CHECKING:
     import os
@@ -23,16 +22,16 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# What nn.Module.__call__ looks at stays the wrapper's own, else each hook would run twice.
-_OWN = CALL_ATTRIBUTES | {"_wrapped", "_options"}
+    from ppe_ddp.torch_internals import IncompatibleKeys
+
 _PATCHED_PACKAGES = ("accelerate", "transformers")
 
 
 class DistModule(nn.Module):
-    """Wraps a module and distributes the tensors of a state_dict over the ranks when it is loaded.
+    """Wraps a module, whose ``load_state_dict`` then gives each rank its shards of rank 0's tensors.
 
     Parameters and buffers may be DTensors (FSDP2's ``fully_shard``, tensor parallelism), plain tensors that every
-    rank has whole, or a mix. Attributes are those of the wrapped module, to read and to set::
+    rank has whole, or a mix. All attributes are those of the wrapped module, to read and to set::
 
         with torch.device("meta"):
             model = Net()
@@ -41,13 +40,13 @@ class DistModule(nn.Module):
 
     Args:
         module: The module. It is not copied; loading changes it.
-        process_group: The ranks that load together; rank 0 of it has the checkpoint. None for the default group. Name
-            it where not all ranks take part, such as those of a smaller mesh: ``mesh.get_group()``.
-        dtype: Whose dtypes the parameters have afterwards, the ``"module"``'s or the ``"checkpoint"``'s. None for what
+        process_group: The ranks that load together; its rank 0 has the checkpoint. None for the default group. If only
+            some ranks load, as in a smaller mesh, pass theirs: ``mesh.get_group()``.
+        dtype: The dtypes of the loaded parameters: those of the ``"module"`` or of the ``"checkpoint"``. None for what
             torch does: the checkpoint's with ``assign=True``, else the module's.
-        piece_nbytes: Memory that a rank may use beyond what it loads.
-        device: Where tensors are made that the module has on the meta device; by default where its DTensors live.
-        progress: Whether rank 0 shows a bar. None: on a terminal, when it takes long.
+        piece_nbytes: The memory in bytes that a rank may use beyond what it loads.
+        device: The device of tensors that the module has on the meta device; by default that of its DTensors.
+        progress: Show a progress bar on rank 0. None: on a terminal, in loads of over two seconds.
     """
 
     def __init__(
@@ -60,18 +59,17 @@ class DistModule(nn.Module):
         device: torch.device | str | None = None,
         progress: bool | None = None,
     ) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistModule wraps a torch.nn.Module, not a {type(module).__name__}")
         options = LoadOptions(process_group, dtype, piece_nbytes, device, progress)
-        # Not registered as a submodule, which would prefix all names: parameters, buffers, children and mode are the
-        # wrapped module's own.
-        for name in self.__dict__.keys() - _OWN:
-            del self.__dict__[name]
+        # Without nn.Module.__init__(), which would make parameters, hooks and submodules of its own.
         self.__dict__.update(_wrapped=module, _options=options)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # nn.Module's would clear hooks of the wrapped module
+        self.__dict__.update(state)
+
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # while it is unpickled there is nothing to delegate to
+        if name in ("_wrapped", "_options"):  # while this is unpickled, there is no wrapped module yet
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
@@ -81,9 +79,12 @@ class DistModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         delattr(self._wrapped, name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's ``forward``."""
+        return self._wrapped.forward(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state_dict of the wrapped module: this rank's shards, not communicated."""
@@ -95,17 +96,16 @@ class DistModule(nn.Module):
     ) -> IncompatibleKeys:
         """Load rank 0's state_dict into the modules of all ranks, which must call this together.
 
-        Each rank receives its shards, not whole tensors. Entries that are no tensors are sent if they are what
-        ``torch.load(weights_only=True)`` reads: nothing that is sent can run code. Buffers that are not persistent are
-        in no checkpoint, and stay what they are, on the meta device too.
+        Each rank receives only its shards. Entries that are not tensors are sent if ``torch.load(weights_only=True)``
+        would read them, so nothing that is sent can run code. Buffers that are not persistent are in no checkpoint and
+        do not change, also on the meta device.
 
         Args:
-            state_dict: Full tensors, on rank 0 of the process group; what other ranks pass is not looked at. A mapping
-                that reads tensors when they are asked for saves memory; it may be asked for each more than once.
-            strict: Whether all keys must match. Shapes must in any case.
-            assign: Whether loaded tensors take the place of the module's, which may then be on the meta device. On rank
-                0 tensors that are needed whole are taken over without a copy. If False, the module's tensors are
-                overwritten in place.
+            state_dict: Full tensors, on rank 0 of the process group; ignored on other ranks. A mapping that reads a
+                tensor on each access saves memory.
+            strict: Raise if keys are missing or unexpected. Shapes must match in any case.
+            assign: Replace the module's tensors, which may be on the meta device, by the loaded ones. Rank 0 does not
+                copy tensors that it needs whole. If False, overwrite the module's tensors in place.
 
         Returns:
             The missing and the unexpected keys, the same on every rank. A key that is tied to a loaded one is not
@@ -121,10 +121,10 @@ class DistModule(nn.Module):
     def load_checkpoint(
         self, path: str | os.PathLike[str], strict: bool = True, assign: bool = False
     ) -> IncompatibleKeys:
-        """Load files that rank 0 reads, piece by piece; every rank calls this together.
+        """Load files that rank 0 reads, piece by piece; all ranks must call this together.
 
-        ``path`` is what :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. It is
-        looked at on rank 0 only, and the tensors of the files are copied. All else is as in :meth:`load_state_dict`; a
+        ``path`` is what :class:`Checkpoint` takes: a safetensors or torch file, an index of several, or a folder. Only
+        rank 0 reads it, and copies the tensors. Arguments, result and errors are those of :meth:`load_state_dict`; a
         file that cannot be read is an error on every rank.
         """
         return self._load(lambda: Checkpoint(path), strict, assign, lends=False)
@@ -136,12 +136,12 @@ class DistModule(nn.Module):
             raise ValueError("dtype='checkpoint' needs assign=True: without it the module keeps its tensors")
         module = self._wrapped
         what = type(module).__name__
-        options = replace(self._options, fresh=assign, strict=strict, what=what, lends=lends)
+        options = replace(self._options, assign=assign, strict=strict, what=what, lends=lends)
         load = Load(options)
         keys = load.run(checkpoint_of, lambda: module.state_dict(keep_vars=True))
 
         def take() -> None:
-            # Strictness is settled, over the keys of all ranks.
+            # The keys of all ranks have been checked.
             module.load_state_dict(load.state_dict, strict=False, assign=assign)
 
         load.load_group.from_each(take)
@@ -150,17 +150,17 @@ class DistModule(nn.Module):
 
 @contextmanager
 def patch_accelerate() -> Iterator[None]:
-    """Let accelerate load checkpoints by :func:`load_state_dict`, and give each rank its shards of what rank 0 reads.
+    """Let accelerate read checkpoints on rank 0 alone, and give each rank its shards.
 
-    Inside the block ``accelerate.load_checkpoint_in_model(model, folder)``, called on every rank, reads each file
-    on rank 0 alone and loads it as ``DistModule(model).load_state_dict`` does; so does whatever else calls accelerate's
-    ``load_state_dict`` under that name, in transformers too. With a ``device_map`` accelerate puts tensors into the
-    model itself: then only rank 0 gets any.
+    Inside the block ``accelerate.load_checkpoint_in_model(model, folder)``, called on every rank, reads each file on
+    rank 0 and loads it as ``DistModule(model).load_state_dict`` does. So does all else in accelerate and transformers
+    that calls accelerate's ``load_state_dict``. With a ``device_map`` accelerate puts tensors into the model itself,
+    and only rank 0 gets any.
 
     Raises:
         ImportError: accelerate is not installed.
-        CheckpointError: From what is called inside, as from ``DistModule.load_state_dict``. A file that cannot be
-            read is an error on every rank.
+        CheckpointError: Inside the block, as from ``DistModule.load_state_dict``; on every rank if a file cannot be
+            read.
     """
     try:
         from accelerate.utils import modeling
@@ -182,7 +182,7 @@ def patch_accelerate() -> Iterator[None]:
 
 
 class _Unreadable(dict[str, Any]):
-    """Stands for a file that rank 0 could not read, until all ranks are there to be told."""
+    """A file that rank 0 could not read: raises the error once all ranks load it together, so that all are told."""
 
     def __init__(self, error: CheckpointError) -> None:
         self._error = error
@@ -203,7 +203,7 @@ def _load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Device
 
 
 def _setter(original: Any) -> Any:
-    """A stand-in for torch's ``set_model_state_dict``, by DistModule where it gets full tensors."""
+    """A stand-in for torch's ``set_model_state_dict`` that loads full tensors through DistModule."""
 
     def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
         if options is None or not options.full_state_dict:

@@ -1,4 +1,4 @@
-"""Distributes a checkpoint from rank 0 into the shards of all ranks: options, public functions, memory and messages."""
+"""Distributes rank 0's checkpoint into the shards of all ranks: allocates memory, sends and receives messages."""
 
 from __future__ import annotations
 
@@ -59,12 +59,10 @@ class LoadOptions:
     piece_nbytes: int = 64 << 20
     device: torch.device | str | None = None
     progress: bool | None = None
-    # Loaded tensors get memory of their own. If not, the module's are overwritten, and none that the checkpoint has may
-    # be on the meta device.
-    fresh: bool = True
+    assign: bool = True  # make new tensors; if False, overwrite the module's, which must not be on the meta device
     strict: bool = True  # all keys must match
-    what: str = "state_dict"  # the name of what is loaded into, for errors
-    lends: bool = True  # rank 0 may keep the checkpoint's own memory where that is all it needs, if ``fresh``
+    what: str = "state_dict"  # what is loaded into, for errors
+    lends: bool = True  # with ``assign``, rank 0 may keep the checkpoint's own tensors
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "module", "checkpoint"):
@@ -75,11 +73,11 @@ class LoadOptions:
     @property
     def keeps_dtype(self) -> bool:
         """Whether loaded tensors get the module's dtypes."""
-        return self.dtype == "module" or (self.dtype is None and not self.fresh)
+        return self.dtype == "module" or (self.dtype is None and not self.assign)
 
     def compared(self) -> dict[str, Any]:
         """The options that must be equal on all ranks."""
-        return {"strict": self.strict, "assign": self.fresh, "dtype": self.dtype, "piece_nbytes": self.piece_nbytes}
+        return {name: getattr(self, name) for name in ("strict", "assign", "dtype", "piece_nbytes")}
 
 
 def broadcast_and_shard_state_dict(
@@ -90,16 +88,16 @@ def broadcast_and_shard_state_dict(
     process_group: ProcessGroup | None = None,
     strict: bool = True,
 ) -> None:
-    """Send the full tensors of ``state_dict`` to where they belong, and keep rank 0's own shards.
+    """Send each rank its shards of ``state_dict``; rank 0 calls this.
 
-    Rank 0 calls this while all others call :func:`shard_broadcasted_state_dict`.
+    Meanwhile all other ranks must call :func:`shard_broadcasted_state_dict`.
 
     Args:
-        state_dict: The checkpoint: full tensors. Tensors that rank 0 needs whole are taken over without a copy.
-        meta_sharded_state_dict: What rank 0's module has; DTensors and tensors, on the meta device or not.
+        state_dict: The checkpoint, of full tensors. Those that rank 0 needs whole are not copied.
+        meta_sharded_state_dict: The state_dict of rank 0's module, of DTensors and tensors on any device, also meta.
         sharded_state_dict: Filled in place, with real tensors that a module can load with ``assign=True``.
         process_group: The ranks that load together; None for the default group.
-        strict: Whether all keys must match; the same on every rank.
+        strict: Raise if keys are missing or unexpected; the same on every rank.
 
     Raises:
         ValueError: This is not rank 0 of the group. Nothing was sent.
@@ -123,9 +121,9 @@ def shard_broadcasted_state_dict(
     process_group: ProcessGroup | None = None,
     strict: bool = True,
 ) -> None:
-    """Receive this rank's shards from rank 0, which calls :func:`broadcast_and_shard_state_dict` meanwhile.
+    """Receive this rank's shards from rank 0, which meanwhile calls :func:`broadcast_and_shard_state_dict`.
 
-    Arguments and errors are as there.
+    Arguments and errors are those of that function.
 
     Raises:
         ValueError: This is rank 0 of the group. Nothing was received.
@@ -141,7 +139,7 @@ def shard_broadcasted_state_dict(
 
 
 class Load:
-    """One rank's part in a load: what it has and expects, and memory for each tensor, once for tied ones."""
+    """One rank's part in a load: the entries it has and expects, and its memory, one for tied tensors."""
 
     def __init__(self, options: LoadOptions) -> None:
         self._options = options
@@ -150,20 +148,20 @@ class Load:
         self._checkpoint: Mapping[str, Any] = {}
         self._targets: Mapping[str, Any] = {}
         self._found: dict[str, SourceEntry] = {}
-        self._sources: dict[str, str] = {}  # of this rank's keys
+        self._sources: dict[str, str] = {}  # the checkpoint's key for each key of this rank
         self._memories: dict[str, Tensor] = {}  # this rank's region of each tensor, by the key of the checkpoint
         self._filled: set[str] = set()  # keys whose memory is the checkpoint's own
         self._device = torch.device("cpu")  # of messages
-        self._staged = 0  # bytes that messages under way take beyond the checkpoint and the memory above
+        self._staged = 0  # bytes of the buffers of messages under way, without ``_memories``
         self._pending: deque[tuple[Generator[int, None, None], int]] = deque()
         self._last_is_broadcast = False
-        self._failure: Exception | None = None  # the load goes on, since other ranks count on this one
+        self._failure: Exception | None = None  # raised at the end, since other ranks wait for this one's messages
 
     @torch.no_grad()
     def run(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
     ) -> IncompatibleKeys:
-        """Bring rank 0's tensors to where they belong, on all ranks together; the missing and the unexpected keys."""
+        """Send and receive all tensors, on all ranks together. Returns the missing and the unexpected keys."""
         load_group, options = self.load_group, self._options
         header, expectations = self._agree(checkpoint_of, targets_of)
         matched = match(self._found.values(), expectations)
@@ -189,21 +187,20 @@ class Load:
     def _agree(
         self, checkpoint_of: Callable[[], Mapping[str, Any]], targets_of: Callable[[], Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[list[ExpectedEntry]]]:
-        """Exchange what rank 0 has and what each rank expects: rank 0's first message, and expectations by rank."""
+        """Exchange what rank 0 has and what each rank expects. Returns rank 0's message, and expectations by rank."""
         load_group, options = self.load_group, self._options
         expected: list[ExpectedEntry] = []
         failure: Exception | None = None
         try:
             self._targets = targets_of()
             expected = expect(self._targets, load_group.ranks[load_group.rank])
-        except Exception as error:  # raised below, on all ranks
+        except Exception as error:  # raised in answer()
             failure = error
 
         def make_header() -> dict[str, Any]:
             self._checkpoint = checkpoint_of()
             found = describe(self._checkpoint, is_sent=load_group.size > 1)
             return {
-                # most often the same is expected everywhere
                 "content": as_text([list(map(tuple, found)), packed(expected), metadata_of(self._checkpoint)]),
                 "options": options.compared(),
                 "what": options.what,
@@ -222,7 +219,7 @@ class Load:
             own = options.compared()
             if own != header["options"]:
                 raise ValueError(f"it loads with {own}, and rank 0 with {header['options']}; they have to be the same")
-            if not options.fresh:
+            if not options.assign:
                 _refuse_meta(self._targets, match(self._found.values(), [expected]))
             return None if expected == usual else as_text(packed(expected))
 
@@ -230,7 +227,7 @@ class Load:
         return header, [usual if other is None else unpacked(from_text(other)) for other in answers]
 
     def _module_device(self) -> torch.device:
-        """The device for tensors that the module has on the meta device."""
+        """The device of the tensors to make for those on the meta device."""
         if self._options.device is not None:
             return torch.device(self._options.device)
         tensors = [target for target in self._targets.values() if isinstance(target, Tensor)]
@@ -241,14 +238,14 @@ class Load:
         return next(real, device_of(self.load_group.wire_kind("cpu")))
 
     def _prepare(self) -> None:
-        """Get the memory; the checkpoint's own where rank 0 may take it and needs nothing else."""
+        """Allocate the memory; rank 0 takes the checkpoint's own tensors if it may and they fit."""
         device = self._module_device()
         for key, source in self._sources.items():
             if self._found[source].shape is not None and source not in self._memories:
                 memory = self._memory(key, self._found[source], device)
                 if memory is not None:
                     self._memories[source] = memory
-        if not (self._options.lends and self._options.fresh and self.load_group.is_source):
+        if not (self._options.lends and self._options.assign and self.load_group.is_source):
             return
         taken = set()
         for key, room in self._memories.items():
@@ -260,12 +257,12 @@ class Load:
                 self._filled.add(key)
 
     def _memory(self, key: str, entry: SourceEntry, device: torch.device) -> Tensor | None:
-        """Where the values of a key go: the module's memory, or one that is made; None for a rank without a part."""
+        """The memory for a key, the module's own or new; None if this rank has no part of the tensor."""
         target = self._targets[key]
         shape: Sequence[int] = entry.shape or ()
         if takes_anything(key, target):
             return torch.empty(shape, dtype=entry.dtype, device=device)
-        if not self._options.fresh:
+        if not self._options.assign:
             return local_of(target).detach()
         if isinstance(target, DTensor):
             region = ShardLayout.of(target).region(tuple(shape), self.load_group.ranks[self.load_group.rank])
@@ -276,7 +273,7 @@ class Load:
         return torch.empty(shape, dtype=dtype, device=device if target.is_meta else target.device)
 
     def _loaded(self) -> dict[str, Any]:
-        """The loaded tensors, by the keys of the module. Tied keys have one object, so that they stay tied."""
+        """The loaded entries, by the keys of the module. Tied keys get one object, so that they stay tied."""
         made: dict[str, Any] = {}
         result = {}
         uses = Counter(self._sources.values())
@@ -296,15 +293,15 @@ class Load:
             stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
             mesh, placements = target.device_mesh, target.placements
             value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
-        # nn.Module wraps a tensor anew for each name; a Parameter it takes as it is.
-        if tied and self._options.fresh and isinstance(target, nn.Parameter):
+        # nn.Module would make a new Parameter of a tensor for each name; a Parameter it takes as it is.
+        if tied and self._options.assign and isinstance(target, nn.Parameter):
             return nn.Parameter(value, requires_grad=target.requires_grad)
         return value
 
     # ------------------------------------------------------------------ messages
 
     def _transfer(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
-        """Send and receive messages, in ``piece_nbytes`` beyond what is in place; ``tell`` gets the bytes of each."""
+        """Send and receive messages, whose buffers take at most ``piece_nbytes``; ``tell`` gets the bytes of each."""
         try:
             for message in messages:
                 self._make_room(message)
@@ -328,7 +325,7 @@ class Load:
         room = self._options.piece_nbytes - message.nbytes
         while self._pending and (len(self._pending) >= _IN_FLIGHT or self._staged > room):
             self._finish()
-        # NCCL may not have a broadcast and a message between two ranks in flight at a time.
+        # NCCL must not have a broadcast and a message between two ranks in flight at the same time.
         is_broadcast = self._is_broadcast(message)
         while self._pending and self._device.type != "cpu" and is_broadcast != self._last_is_broadcast:
             self._finish()
@@ -340,14 +337,14 @@ class Load:
         self._staged -= staged
 
     def _transferred(self, message: TransferMessage) -> Generator[int, None, None]:
-        """Start a message, and end it when resumed; yields how many bytes it stages, unless it is rank 0's alone."""
+        """Start a message, yield the bytes of its buffer, and end it when resumed; one for rank 0 alone is a copy."""
         ranks, group, is_source = self.load_group.ranks, self.load_group.group, self.load_group.is_source
         if message.route == (0,):
             for piece in message.pieces:
                 self._try(self._keep, piece)
             return
         held = self._try(self._pack if is_source else self._window, message)
-        # The others count on so many bytes, even after an error, which they get at the end.
+        # After an error the other ranks still wait for as many bytes; they get the error at the end.
         buffer, staged = held or (torch.empty(message.nbytes, dtype=torch.uint8, device=self._device), message.nbytes)
         children: list[int] = []
         received: Any = None
@@ -368,7 +365,7 @@ class Load:
             work.wait()  # type: ignore[union-attr]  # this rank is in the group
 
     def _put(self, piece: Piece, values: Tensor) -> None:
-        """Copy the flat ``values`` of a piece to their place, where they are converted."""
+        """Copy the flat ``values`` of a piece into this rank's memory, converted to its dtype."""
         key = piece.routed.key
         if key not in self._filled:
             place = self._memories[key]
@@ -381,7 +378,7 @@ class Load:
             self._put(piece, self._cut(piece)[0])
 
     def _pack(self, message: TransferMessage) -> tuple[Tensor, int]:
-        """The bytes of a message on rank 0, and how much memory they took; rank 0's own part is put there."""
+        """The bytes of a message that rank 0 sends, and how many of them are a copy; stores rank 0's own part."""
         parts = [self._cut(piece) for piece in message.pieces]
         if 0 in message.route:
             for piece, (values, _) in zip(message.pieces, parts, strict=True):
@@ -392,14 +389,14 @@ class Load:
         return flat[0], message.nbytes if parts[0][1] else 0
 
     def _cut(self, piece: Piece) -> tuple[Tensor, bool]:
-        """The flat values of a piece, ready to be sent, and whether they are a copy."""
+        """The flat values of a piece in the dtype of messages, and whether they are a copy."""
         source = self._checkpoint[piece.routed.key].detach()
         values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
         values = values.resolve_conj().resolve_neg().contiguous().view(-1)
         return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
     def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
-        """The memory that a message is for, where it can be received straight into it."""
+        """This rank's memory as the buffer of a message, if the message can be received straight into it."""
         if len(message.pieces) > 1:
             return None
         piece = message.pieces[0]
@@ -436,7 +433,7 @@ def _refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
 
 @contextmanager
 def _progress_bar(total: int, shown: bool | None) -> Iterator[Callable[[int], object]]:
-    """A bar for a load that takes long, on a terminal only where ``shown`` is None; gives what counts bytes."""
+    """A progress bar, by default only on a terminal and in a long load; gives the function that counts bytes."""
     bar: AbstractContextManager[Any] = nullcontext()
     if shown or (shown is None and sys.stderr.isatty()):
         with suppress(ImportError):

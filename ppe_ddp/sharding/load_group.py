@@ -1,7 +1,7 @@
-"""The ranks that load a checkpoint together: small messages between them, and errors that all of them get.
+"""LoadGroup: the ranks that save or load a checkpoint together, with small messages between them.
 
-Every call here is made by all ranks of the load group, in the same order. What fails on one rank is raised on all, with
-the same text, so that no rank waits for one that has left.
+All ranks make the same calls in the same order. What fails on one rank is raised on all, with the same text, so that no
+rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def device_of(kind: str) -> torch.device:
 
 
 class LoadGroup:
-    """The ranks of a process group; this process alone, and no group, where torch.distributed is not initialized."""
+    """The ranks of a process group, or this process alone if torch.distributed is not initialized."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group: ProcessGroup | None = None
         self.rank, self.size, self.ranks = 0, 1, [0]
-        if dist.is_available() and dist.is_initialized():
+        if dist.is_initialized():
             self.group = group or default_group()
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
@@ -47,17 +47,17 @@ class LoadGroup:
                     "group load together"
                 )
             self.ranks = dist.get_process_group_ranks(self.group)  # their global ranks
-        self._processes: _Processes | None = None  # a rank may be gone before it comes
+        self._processes: _Processes | None = None  # made in the first call, whose error it is if a rank is gone already
 
     @property
     def is_source(self) -> bool:
-        """Whether this is the rank that has the checkpoint: rank 0 of the group."""
+        """Whether this is rank 0 of the group, which has the checkpoint."""
         return self.rank == 0
 
     def wire_kind(self, kind: str) -> str:
-        """The type of device whose tensors the group should send, where tensors of ``kind`` are wanted.
+        """The type of device from which to send tensors that are wanted on ``kind``.
 
-        That of an accelerator only if it has a backend of its own, such as NCCL; gloo would copy to the host itself.
+        An accelerator only if it has a backend of its own, such as NCCL; gloo would copy to the host anyway.
         """
         if self.group is None:
             return "cpu"
@@ -67,14 +67,14 @@ class LoadGroup:
         return "cpu" if "cpu" in served or not served else next(iter(served))
 
     def from_source(self, make: Callable[[], Any]) -> Any:
-        """Call ``make`` on the source, and return its result, as JSON has it, or raise its error, on every rank."""
+        """Call ``make`` on rank 0; every rank returns its result, as JSON reads it back, or raises its error."""
         answer, failure = self._attempt(make) if self.is_source else (None, None)
         if self.group is not None and self.size > 1:
             answer = self.communicate(partial(broadcast_json, answer, self.ranks[0], self.group))
         return _values([answer], failure)[0]
 
     def from_each(self, make: Callable[[], Any]) -> list[Any]:
-        """Call ``make`` on every rank, and return all results by rank, or raise an error of any, on every rank."""
+        """Call ``make`` on every rank; each returns the results of all, as JSON reads them back, or raises an error."""
         answer, failure = self._attempt(make)
         everyone = [answer]
         if self.group is not None and self.size > 1:
@@ -82,7 +82,7 @@ class LoadGroup:
         return _values(everyone, failure)
 
     def _attempt(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """The message of this rank, a result or the text that all ranks get for its error; and the error itself."""
+        """This rank's message, which is a result or the text of an error for all ranks; and the error itself."""
         try:
             return (make(), None), None
         except CheckpointError as error:
@@ -91,7 +91,7 @@ class LoadGroup:
             return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
     def communicate(self, call: Callable[[], Any]) -> Any:
-        """Call what all ranks call together; where it fails, the error names the ranks that are gone."""
+        """Call a collective; if it fails, the error names the ranks that are gone."""
         try:
             if self._processes is None and self.group is not None and self.size > 1 and is_registered(self.group):
                 self._processes = _Processes(self.group, self.rank)
@@ -107,7 +107,7 @@ class LoadGroup:
 
 
 def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
-    """The results; the first error among them is raised, from this rank's own."""
+    """The results; raises the first error among them, with this rank's own as its cause."""
     for _, text in answers:
         if text is not None:
             raise CheckpointError(text) from failure
@@ -115,7 +115,7 @@ def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
 
 
 class _Processes:
-    """The processes of a load group's ranks, which all make this together."""
+    """Finds which ranks of a load group are gone; made on all of them together."""
 
     def __init__(self, group: ProcessGroup, rank: int) -> None:
         made = kept_with(group, _LoadGroupCount)
@@ -127,9 +127,9 @@ class _Processes:
         self._failures = Failures(store, name, rank, self._lost)
 
     def explained(self, error: Exception) -> PpeDdpError | None:
-        """The error that names the ranks that are gone, as far as this one can see; None where it sees none.
+        """The error that names the ranks that are gone; None if this rank finds none.
 
-        What one rank has found is told to the others: they may look when that rank has left, too.
+        It tells the others what it has found, since they may look only when this rank has left, too.
         """
         failures, others = self._failures, list[Failure]()
 
@@ -138,7 +138,7 @@ class _Processes:
                 others[:] = failures.of_others()
             return bool(others)
 
-        # what they did last in a step has nothing to do with it
+        # What they did last in a step is not the reason.
         lost = [replace(one, step=None, phase="checkpoint", last="") for one in self._lost.find(is_reported)]
         if others:
             return failures.error(others)
@@ -150,4 +150,4 @@ class _Processes:
 
 
 class _LoadGroupCount:
-    count = 0  # of the load groups that one process group has had
+    count = 0  # of the load groups that a process group has had

@@ -2,14 +2,14 @@
 
     tensor of 10 rows over 4 ranks, Shard(0)         0 1 2 | 3 4 5 | 6 7 8 | 9
 
-A region is a list of runs ``(start, stop)`` for each dimension. One run is the rule; FSDP over tensor parallelism
-(torch's ``_StridedShard``) may leave a rank with several.
+A region is a list of runs ``(start, stop)`` for each dimension, mostly one run; a rank may have several with FSDP over
+tensor parallelism (torch's ``_StridedShard``).
 
     entry   |   a   | b |        c        |      cut into pieces; small ones of a route share a message
     route   | 1 2 3 | * | 1     2     3   |      * all ranks: a broadcast; else a tree from rank 0
 
-Pure: every rank computes the same plan from what the ranks agreed on. It makes only the messages that it sends,
-receives or passes on; their order is the same on all ranks, so there is no deadlock.
+Every rank computes the same plan, from what all have exchanged, and makes only the messages that it sends, receives or
+passes on. They have the same order on all ranks, so that there is no deadlock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import as_text
-from ppe_ddp.torch_internals import holds_tensors, split_by, strided_shard
+from ppe_ddp.torch_internals import holds_tensors, split_strided
 
 Run: TypeAlias = "tuple[int, int]"
 Runs: TypeAlias = "tuple[Run, ...]"
@@ -35,7 +35,7 @@ Region: TypeAlias = "tuple[Runs, ...]"
 Box: TypeAlias = "tuple[Run, ...]"
 Route: TypeAlias = "tuple[int, ...]"
 
-_ALONE = 256 << 10  # bytes: larger pieces are sent from where they lie, as a copy would cost more than a message
+_ALONE = 256 << 10  # bytes; a larger piece is a message of its own, as copying it would take longer than sending one
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class ShardLayout:
 
     @classmethod
     def of(cls, tensor: DTensor) -> ShardLayout:
-        """The layout of ``tensor``, which must not be Partial: that is a sum that has not been made yet."""
+        """The layout of ``tensor``; ValueError if it is Partial, a sum that has not been made yet."""
         placements: list[tuple[int, ...]] = []
         placement: Any
         for placement in tensor.placements:
             if isinstance(placement, Replicate):
                 placements.append(())
-            elif hasattr(placement, "split_factor"):  # in some versions of torch it is a Shard, in others not
+            elif hasattr(placement, "split_factor"):  # a _StridedShard, which is a Shard in some versions of torch
                 placements.append((placement.dim, placement.split_factor))
             elif isinstance(placement, Shard):
                 placements.append((placement.dim,))
@@ -67,7 +67,7 @@ class ShardLayout:
         return cls(tuple(mesh.mesh.flatten().tolist()), tuple(mesh.mesh.shape), tuple(placements))
 
     def region(self, shape: tuple[int, ...], rank: int) -> Region | None:
-        """The region that global rank ``rank`` holds of a tensor of ``shape``; None where it is not in the mesh."""
+        """The region of a tensor of ``shape`` on global rank ``rank``; None if that is not in the mesh."""
         if rank not in self.ranks:
             return None
         dims = list(whole(shape))
@@ -86,12 +86,12 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of a region, packed together."""
+    """The shape of a tensor that holds just the region."""
     return tuple(sum(stop - start for start, stop in runs) for runs in region)
 
 
 def cut(tensor: Tensor, region: Region, box: Box) -> Tensor:
-    """The values of ``box``, which counts within ``region``: a view where there is one run in each dimension."""
+    """The values of ``box``, given in coordinates of ``region``: a view if each dimension has one run."""
     for dim, (runs, (start, stop)) in enumerate(zip(region, box, strict=True)):
         parts = [tensor.narrow(dim, first, last - first) for first, last in _within(runs, start, stop)]
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
@@ -99,7 +99,7 @@ def cut(tensor: Tensor, region: Region, box: Box) -> Tensor:
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
-    """Boxes of at most ``most`` elements that are contiguous in a tensor, each with its first element and its size."""
+    """Contiguous boxes of at most ``most`` elements that cover a tensor, each with its first element and its size."""
     if 0 in shape:
         return
     if not shape:
@@ -120,22 +120,22 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[Box, int, int]]:
 
 
 def _part(runs: Runs, placement: tuple[int, ...], parts: int, index: int) -> Runs:
-    """The runs that a placement gives to the ``index``-th of ``parts``, from a dimension of which ``runs`` are left."""
+    """The runs that a placement gives to part ``index`` of ``parts``, of the ``runs`` that earlier placements left."""
     count = sum(stop - start for start, stop in runs)
     if len(placement) == 1:
         size = -(-count // parts)
         return _within(runs, min(index * size, count), min((index + 1) * size, count))
-    # Only torch knows how this one interleaves: it is given the positions and returns which go where.
+    # Only torch knows how _StridedShard interleaves, so it splits a tensor of positions.
     dim, split_factor = placement
     positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
-    mine = split_by(strided_shard(dim, split_factor), positions.view([1] * dim + [count]), parts)[index].flatten()
+    mine = split_strided(positions.view([1] * dim + [count]), dim, split_factor, parts)[index].flatten()
     breaks = (mine.diff() != 1).nonzero().flatten() + 1
     pieces = mine.tensor_split(breaks) if mine.numel() else ()
     return tuple((int(piece[0]), int(piece[-1]) + 1) for piece in pieces) or ((0, 0),)
 
 
 def _within(runs: Runs, start: int, stop: int) -> Runs:
-    """The part from ``start`` to ``stop`` of runs laid one after another; one empty run if there is nothing."""
+    """Positions ``start`` to ``stop`` of the runs laid end to end; one empty run if there are none."""
     found = []
     for first, last in runs:
         size = last - first
@@ -145,8 +145,8 @@ def _within(runs: Runs, start: int, stop: int) -> Runs:
     return tuple(found) or ((0, 0),)
 
 
-_EXTRA = "_extra_state"  # as nn.Module names it; anything may stand there
-# Wrappers put these into names; a checkpoint made without the wrapper, or with another one, lacks them.
+_EXTRA = "_extra_state"  # nn.Module's name for an entry of any type
+# Parts of names that wrappers add; ignored in both names, as the checkpoint may be of another wrapper.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
@@ -154,24 +154,24 @@ class SourceEntry(NamedTuple):
     """An entry of the checkpoint."""
 
     key: str
-    shape: tuple[int, ...] | None  # of the full tensor; None for an entry that is no tensor
+    shape: tuple[int, ...] | None  # of the full tensor; None if it is not a tensor
     dtype: torch.dtype | None
     kind: str  # the name of its type
-    content: str = ""  # as_text() of an entry that is no tensor, where it is sent with its description
+    content: str = ""  # as_text() of an entry that is not a tensor, if it is sent
 
 
 class ExpectedEntry(NamedTuple):
     """An entry that a module has."""
 
     key: str
-    shape: tuple[int, ...] | None  # of the full tensor; None where any shape will do, or an entry that is no tensor
+    shape: tuple[int, ...] | None  # of the full tensor; None if any entry will do
     dtype: torch.dtype | None
     layout: ShardLayout | None  # None for a tensor that each rank has whole
-    tie: str  # the first key that stands for the same memory; usually the key itself
+    tie: str  # the first key of the same memory; the key itself if the tensor is not tied
 
 
 def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntry]:
-    """The entries of a checkpoint; with their content, if ``is_sent``, where they are no tensors."""
+    """The entries of a checkpoint; if ``is_sent``, those that are not tensors with their content."""
     found = []
     for key, value in state_dict.items():
         if not isinstance(key, str):
@@ -192,7 +192,7 @@ def describe(state_dict: Mapping[str, Any], *, is_sent: bool) -> list[SourceEntr
 
 
 def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
-    """The entries that a module expects, by its ``state_dict(keep_vars=True)`` on this global rank."""
+    """The entries that a module expects, given its ``state_dict(keep_vars=True)`` and this global ``rank``."""
     first: dict[object, str] = {}
     expected = []
     for key, value in state_dict.items():
@@ -201,8 +201,7 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
             continue
         local = local_of(value)
         layout = _layout(key, value, local, rank)
-        # Two entries with the same memory are one tensor.
-        memory: object = id(value)
+        memory: object = id(value)  # entries with the same memory are one tensor
         if not local.is_meta and local.numel() > 0:
             memory = local.data_ptr(), local.dtype, tuple(local.shape), local.stride(), str(local.device)
         expected.append(ExpectedEntry(key, tuple(value.shape), value.dtype, layout, first.setdefault(memory, key)))
@@ -210,12 +209,12 @@ def expect(state_dict: Mapping[str, Any], rank: int) -> list[ExpectedEntry]:
 
 
 def takes_anything(key: str, value: object) -> bool:
-    """Whether any entry can be loaded here: extra state, and parameters without a shape."""
+    """Whether any entry may be loaded here: extra state, or a lazy parameter, which has no shape yet."""
     return not isinstance(value, Tensor) or key.rpartition(".")[2] == _EXTRA or is_lazy(value)
 
 
 def local_of(value: Tensor) -> Tensor:
-    """This rank's shard itself, not a view of it as ``to_local()`` makes while gradients are on."""
+    """This rank's shard, not a view of it, which ``to_local()`` would make with gradients enabled."""
     with torch.no_grad():
         return value.to_local() if isinstance(value, DTensor) else value
 
@@ -239,7 +238,7 @@ def _layout(key: str, value: Tensor, local: Tensor, rank: int) -> ShardLayout | 
 
 
 def packed(entries: Sequence[ExpectedEntry]) -> Any:
-    """A module's expectations as plain values, to be sent; each of its layouts, which are few, once."""
+    """The entries that a module expects as plain values, to be sent; each of the few layouts once."""
     layouts: dict[ShardLayout | None, int] = {}
     rows = [(e.key, e.shape, e.dtype, layouts.setdefault(e.layout, len(layouts)), e.tie) for e in entries]
     return [[one and astuple(one) for one in layouts], rows]
@@ -257,17 +256,16 @@ def unpacked(sent: Any) -> list[ExpectedEntry]:
 class Match(NamedTuple):
     """The keys of a checkpoint, matched with the module's.
 
-    Keys that are one tensor are all loaded from the last of them that the checkpoint has, which is what would stay
-    there if they were loaded one after another.
+    Tied keys are all loaded from the last of them that the checkpoint has, as if they were loaded one after another.
     """
 
-    sources: dict[str, str]  # for each key of the module that is loaded, the key of the checkpoint
-    missing: list[str]  # keys of the module that nothing is loaded into
-    unexpected: list[str]  # keys of the checkpoint that no rank has a place for
+    sources: dict[str, str]  # the checkpoint's key for each key of the module that is loaded
+    missing: list[str]  # keys of the module that the checkpoint lacks
+    unexpected: list[str]  # keys of the checkpoint that no rank's module has
 
 
 def match(found: Iterable[SourceEntry], expectations: Sequence[Sequence[ExpectedEntry]]) -> Match:
-    """Match the keys of a checkpoint with those of the modules of all ranks, which may be parts of a model."""
+    """Match the keys of a checkpoint with those of the modules of all ranks, which may be parts of one model."""
     ours: dict[str, None] = {}
     ties: dict[str, dict[str, None]] = {}
     for _, entry in _each(expectations):
@@ -296,7 +294,7 @@ def check(
     strict: bool,
     what: str,
 ) -> None:
-    """Check shapes, and if ``strict`` keys, for the class ``what``; raise in the words of torch."""
+    """Raise, in torch's words, if shapes do not match, or if ``strict`` keys; ``what`` names the module's class."""
     problems = []
     for kind, keys in (("Missing", matched.missing), ("Unexpected", matched.unexpected)):
         if strict and keys:
@@ -311,7 +309,7 @@ def check(
 
 
 def _each(expectations: Sequence[Sequence[ExpectedEntry]]) -> list[tuple[int, ExpectedEntry]]:
-    """The entries that ranks expect, each with a rank. Most ranks share one list, which is looked at once."""
+    """The expected entries, each with its first rank; a list that several ranks share is passed through once."""
     different = {id(expected): (rank, expected) for rank, expected in reversed(list(enumerate(expectations)))}
     return [(rank, entry) for rank, expected in sorted(different.values()) for entry in expected]
 
@@ -328,7 +326,7 @@ def _misfit(source: SourceEntry, entry: ExpectedEntry) -> str:
 
 
 def _names(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
-    """For each key of the checkpoint, the module's name of it, where it has one."""
+    """The module's name for each key of the checkpoint that it has."""
     own = set(ours)
     named = {key: key for key in theirs if key in own}
     bare: dict[str, list[str]] = {}
@@ -343,22 +341,22 @@ def _names(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
 
 
 def _bare(key: str) -> str:
-    """A key without the names of wrappers: torch.compile's anywhere, and DistributedDataParallel's in front."""
+    """A key without the names that wrappers add: ``_WRAPPERS`` anywhere, DistributedDataParallel's in front."""
     parts = [part for part in key.split(".") if part not in _WRAPPERS]
     return ".".join(parts[1:] if parts[:1] == ["module"] and len(parts) > 1 else parts)
 
 
 @dataclass(frozen=True)
 class RoutedTensor:
-    """One tensor of the checkpoint and the ranks that it goes to."""
+    """One tensor of the checkpoint, and the ranks that receive it."""
 
     key: str
-    dtype: torch.dtype  # in which it is sent
-    shares: tuple[tuple[Region, Route], ...]  # regions, and the ranks of the load group that hold each, in order
+    dtype: torch.dtype  # of the messages
+    shares: tuple[tuple[Region, Route], ...]  # each region, with the ranks of the load group that hold it
 
     @property
     def nbytes(self) -> int:
-        """The size of all regions; one that several ranks hold counts once."""
+        """The bytes of all regions, one that several ranks hold counted once."""
         return sum(math.prod(shape_of(region)) for region, _ in self.shares) * self.dtype.itemsize
 
 
@@ -370,14 +368,17 @@ def route_tensors(
     *,
     converts: bool,
 ) -> list[RoutedTensor]:
-    """The tensors that any rank takes, in the order of the checkpoint."""
+    """The tensors that any rank expects, in the order of the checkpoint.
+
+    With ``converts`` a tensor is sent in the module's dtype if that is smaller.
+    """
     members: dict[int, list[int]] = {}
     for rank, expected in enumerate(expectations):
         members.setdefault(id(expected), []).append(rank)
     tensors = {key: entry for key, entry in found.items() if entry.shape is not None}
     shares: dict[str, dict[Region, set[int]]] = {}
     dtypes: dict[str, set[torch.dtype | None]] = {}
-    # Models have few kinds of layouts and shapes, and many entries.
+    # Models have many entries, and few layouts and shapes.
     known: dict[tuple[ShardLayout | None, tuple[int, ...]], list[Region | None]] = {}
     for expected, holders in ((expectations[holders[0]], holders) for holders in members.values()):
         for entry in expected:
@@ -417,9 +418,9 @@ class Piece:
     """A part of one tensor."""
 
     routed: RoutedTensor
-    region: Region  # that the ranks of the route hold
-    box: Box  # the part of the region that this is
-    offset: int  # where it starts in the region, in elements
+    region: Region
+    box: Box  # which part of the region this is
+    offset: int  # where it begins in the region, in elements
     numel: int
 
     @property
@@ -431,18 +432,18 @@ class Piece:
 class TransferMessage:
     """Pieces that are sent together."""
 
-    route: Route  # the ranks that it is for, in order; it comes from rank 0, which may be one of them
+    route: Route  # the ranks that keep it, in order; rank 0, which sends it, may be one of them
     pieces: list[Piece] = field(default_factory=list)
     nbytes: int = 0
 
 
 def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iterator[TransferMessage]:
-    """The messages of at most ``most`` bytes that ``rank`` sends, receives or passes on, in their order."""
+    """The messages of at most ``most`` bytes that ``rank`` sends, receives or passes on, in order."""
     filling: dict[Route, TransferMessage] = {}
     for routed in tensors:
         shares = [share for share in routed.shares if rank == 0 or rank in share[1]]
         limit = max(1, most // routed.dtype.itemsize)
-        # In turn, so that no rank waits until all of another's share is there.
+        # A piece of each share in turn, so that no rank waits for all of another's.
         for row in itertools.zip_longest(*(boxes(shape_of(region), limit) for region, _ in shares)):
             for found, (region, route) in zip(row, shares, strict=True):
                 if found is None:
@@ -461,7 +462,7 @@ def plan_messages(tensors: Sequence[RoutedTensor], rank: int, most: int) -> Iter
 
 
 def tree(route: Route, rank: int) -> tuple[int | None, list[int]]:
-    """Whom ``rank`` gets a message from, None for rank 0, and whom it passes it on to: a binomial tree from rank 0."""
+    """The rank from which ``rank`` receives a message and those it sends it to, in a binomial tree from rank 0."""
     nodes = [0, *(node for node in route if node != 0)]
     place = nodes.index(rank)
     parent = None if place == 0 else nodes[place & (place - 1)]

@@ -1,4 +1,4 @@
-"""Tools to test backends, functions and hooks of one's own: ranks, nodes for them, and conformance checks."""
+"""Tools to test backends, functions and hooks: ranks, nodes to run them on, and conformance checks."""
 
 from ppe_ddp.testing.conformance import (
     ConformanceError,

@@ -1,12 +1,12 @@
-"""The conformance kit: certify a backend, a reduce function or a hook in three lines.
+"""The conformance kit: certifies a backend, a reduce function or a hook in three lines.
 
     from ppe_ddp.testing import check_reduce_function
     if __name__ == "__main__":  # ranks are new processes, which import this file
         check_reduce_function(my_reduce)
 
-A check starts ranks, makes calls with known results, and trains a dynamic model beside one process (both in
-:mod:`~ppe_ddp.testing.probes`). What it does not do: measure speed, or look for errors that come only with more ranks,
-more data or other hardware than it is given.
+A check starts ranks, makes calls with known results, trains a dynamic model, and compares its gradients with those of
+one process (both in :mod:`~ppe_ddp.testing.probes`). It does not measure speed, and cannot find errors that need more
+ranks, more data or other hardware than it is given.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import distributed as dist
 
 from ppe_ddp.errors import PpeDdpError
+from ppe_ddp.functions import name_of
 from ppe_ddp.testing.probes import Plugs, probe_backend, probe_broadcast, probe_reduction, train
 from ppe_ddp.testing.ranks import RankError, Ranks
 
@@ -41,14 +42,12 @@ class World:
     """The ranks and the backend that a check runs on.
 
     Attributes:
-        sizes: Numbers of ranks, each started in turn. Errors that two ranks hide show with three; more cost time.
+        sizes: Numbers of ranks, started one after another. Three find errors that two do not; more take longer.
         backend: The backend of the default process group.
-        setup: Called without arguments in each new process, for example to register the backend. A function
-            of a module.
-        device: Where modules and tensors are: "cpu", or "cuda" for the device that is current on each rank.
-        timeout: Seconds that any part of a check may take until its ranks are killed.
-        ranks: Ranks that run already, to use instead of starting any; everything above but the device is
-            theirs then.
+        setup: A function of a module, called without arguments in each new process, such as to register the backend.
+        device: The device of modules and tensors: "cpu", or "cuda" for the current device of each rank.
+        timeout: Seconds after which the ranks are killed, for each part of a check.
+        ranks: Running ranks to use instead of starting any; then ``device`` alone of the above has an effect.
     """
 
     sizes: tuple[int, ...] = (2, 3)
@@ -66,23 +65,23 @@ def check_reduce_function(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
     world: World | None = None,
 ) -> None:
-    """Certify a reduce function: :class:`ppe_ddp.ReduceFunction` has its contract.
+    """Certify a reduce function; :class:`ppe_ddp.ReduceFunction` has the contract.
 
-    It must average in place, in the group that it is given, whatever the shapes; must leave all other memory
-    alone; must return None or something to wait for; and trained with it, random models must keep the laws.
+    It must average in place, in the given group, for all shapes; must write to no other memory; and must return None or
+    something to wait for. A dynamic model that is trained with it must get the gradients of one process.
 
     Args:
-        reduce_function: What the ranks can import: a function of a module, an instance that can be pickled.
+        reduce_function: A function of a module, or an instance that can be pickled, as the ranks import it.
         tolerance: The largest error of a mean, in units of the largest element. None: what rounding explains.
-        dtypes: Which gradients it shall be able to average.
-        world: Where; by default over gloo, on two ranks and on three.
+        dtypes: The dtypes of gradients that it must average.
+        world: The ranks; by default two and then three, over gloo.
 
     Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+        ConformanceError: It does not conform.
         TypeError: It cannot be sent to the ranks.
     """
     plugs = Plugs(reduce_function=reduce_function, tolerance=tolerance)
-    name = f"reduce function {_name(reduce_function)}"
+    name = f"reduce function {name_of(reduce_function)}"
     _check(name, plugs, probe_reduction, dtypes, world or World())
 
 
@@ -97,17 +96,17 @@ def check_comm_hook(
     """Certify a communication hook of torch's kind: ``hook(state, bucket)`` returns a Future.
 
     Args:
-        state: The hook's state; copied for each model. Must be such that it can be pickled.
-        hook: What the ranks can import.
-        tolerance: The largest error of a mean, in units of the largest gradient element: a hook that
-            compresses has one. None: what rounding explains.
-        dtypes: Which gradients it shall be able to average.
-        world: Where; by default over gloo, on two ranks and on three.
+        state: The hook's state, which can be pickled; copied for each model.
+        hook: A function of a module, or an instance that can be pickled.
+        tolerance: The largest error of a mean, in units of the largest gradient element, for hooks that compress.
+            None: what rounding explains.
+        dtypes: The dtypes of gradients that it must average.
+        world: The ranks; by default two and then three, over gloo.
 
-    It raises what :func:`check_reduce_function` raises.
+    Errors are those of :func:`check_reduce_function`.
     """
     plugs = Plugs(hook=hook, state=state, tolerance=tolerance)
-    _check(f"communication hook {_name(hook)}", plugs, probe_reduction, dtypes, world or World())
+    _check(f"communication hook {name_of(hook)}", plugs, probe_reduction, dtypes, world or World())
 
 
 def check_broadcast_function(
@@ -116,17 +115,17 @@ def check_broadcast_function(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool),
     world: World | None = None,
 ) -> None:
-    """Certify a broadcast function: :class:`ppe_ddp.BroadcastFunction` has its contract.
+    """Certify a broadcast function; :class:`ppe_ddp.BroadcastFunction` has the contract.
 
     Args:
-        broadcast_function: What the ranks can import.
-        dtypes: Which tensors it shall be able to copy. The models need float32, float64 and int64.
-        world: Where; by default over gloo, on two ranks and on three.
+        broadcast_function: A function of a module, or an instance that can be pickled.
+        dtypes: The dtypes of tensors that it must copy. The trained model has float32, float64 and int64.
+        world: The ranks; by default two and then three, over gloo.
 
-    It raises what :func:`check_reduce_function` raises.
+    Errors are those of :func:`check_reduce_function`.
     """
     plugs = Plugs(broadcast_function=broadcast_function)
-    name = f"broadcast function {_name(broadcast_function)}"
+    name = f"broadcast function {name_of(broadcast_function)}"
     _check(name, plugs, probe_broadcast, dtypes, world or World(), trained=(torch.float32, torch.float64))
 
 
@@ -140,26 +139,27 @@ def check_backend(
 ) -> None:
     """Certify a torch.distributed backend for use with this library.
 
-    It must do what the engine asks for: all-reduces (uint8 and int64 MAX; int64 and floating SUM), broadcasts,
-    all-gathers, objects and barriers, Works that can be waited for, asked and continued from, and groups that
-    only their members make; and random models must keep the laws over it.
+    It must do what the engine asks for: all-reduces (MAX of uint8 and int64; SUM of int64 and floating-point numbers),
+    broadcasts, all-gathers, collectives of objects, barriers, Works with ``wait()``, ``is_completed()`` and
+    ``get_future()``, and groups that only their members make. A dynamic model that is trained over it must get the
+    gradients of one process.
 
     Args:
         backend: Its name, as for ``torch.distributed.init_process_group``.
-        setup: Called in each new process; registers the backend. A function of a module.
-        device: Where modules and tensors are: "cpu" or "cuda".
-        dtypes: Which parameters the models have.
-        world: Where; ``backend``, ``setup`` and ``device`` stand in for its own.
+        setup: A function of a module that registers the backend; called in each new process.
+        device: The device of modules and tensors: "cpu" or "cuda".
+        dtypes: The dtypes of the model's parameters.
+        world: The ranks; ``backend``, ``setup`` and ``device`` take precedence over its own.
 
     Raises:
-        ConformanceError: It does not conform; the message says what went wrong, on which ranks.
+        ConformanceError: It does not conform.
     """
     world = replace(world or World(), backend=backend, setup=setup, device=device)
     _check(f"backend {backend}", Plugs(), _probe_backend, dtypes, world, has_sparse=True)
 
 
 def examine_backend(dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Ask the default process group what :func:`check_backend` asks, on all ranks together; what is wrong here."""
+    """The problems of the default process group on this rank, as :func:`check_backend` looks for them; collective."""
     return [*probe_backend(device), *train(Plugs(), dtypes, device, has_sparse=True).problems]
 
 
@@ -179,7 +179,6 @@ def _check(
 ) -> None:
     for ranks in _worlds(world, name):
         where = f"{name} on {ranks.world_size} ranks"
-        # It can take half a minute.
         print(f"{where}: the contract, then a dynamic model ...", file=sys.stderr, flush=True)
         _judge(where, _ran(where, ranks, probe, plugs, tuple(dtypes), world.device))
         found = _ran(where, ranks, partial(train, has_sparse=has_sparse), plugs, tuple(trained or dtypes), world.device)
@@ -207,13 +206,13 @@ def _ran(where: str, ranks: Ranks, function: Callable[..., T], *args: object) ->
 
 
 def _leave() -> None:
-    """Part with the groups of all wrappers, whose threads and sockets would add up; the next run makes new ones."""
+    """End the groups of all wrappers, whose threads and sockets would add up; the next run gets new ones."""
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _judge(where: str, by_rank: Sequence[Sequence[str]]) -> None:
-    """Raise if anything is wrong; the same sentence from several ranks is told once."""
+    """Raise ConformanceError if there are problems; one that several ranks have is told once."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problems in enumerate(by_rank):
         for problem in problems:
@@ -223,7 +222,3 @@ def _judge(where: str, by_rank: Sequence[Sequence[str]]) -> None:
     lines = [problem if len(by_rank) == 1 else f"ranks {who}: {problem}" for problem, who in ranks_of.items()]
     more = [f"... and {len(lines) - _TOLD} more"] if len(lines) > _TOLD else []
     raise ConformanceError("\n  ".join([f"{where} does not conform:", *lines[:_TOLD], *more]))
-
-
-def _name(plug: object) -> str:
-    return getattr(plug, "__qualname__", None) or type(plug).__qualname__

@@ -1,16 +1,16 @@
-"""Several nodes on one machine: each with a network, processes, shared memory and a host name of its own.
+"""Nodes made of one machine, each with its own network, processes, shared memory and host name.
 
     with Nodes(2, mbit=1000) as nodes:
         nodes.launch("mpirun", [sys.executable, "/path/train.py"], ranks=(2, 2), timeout=60)
 
-                 hub, where mpirun runs: a bridge
+                 hub: a bridge; mpirun runs here
         10.0.0.254 ┬──────────────────┬─── ...
               eth0 │ 10.0.0.1    eth0 │ 10.0.0.2
                  node n0            node n1
 
-Nothing on one node can reach the memory or the processes of another, and only the file system is common, as by NFS.
-Linux, as root. Nothing has a name outside of its namespaces, so several programs may make nodes at a time; and
-nothing is left when this process ends, however it does.
+The nodes share only the file system, as by NFS: nothing on one can reach the memory or the processes of another. Needs
+Linux and root. Several programs may make nodes at the same time, as nothing has a name outside of its namespaces.
+Nothing is left when this process ends in any way.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from ppe_ddp.launchers import find_mpirun
 from ppe_ddp.testing.ranks import ForeignProcess, RankStarter
 
 LAUNCHERS = ("mpirun", "torchrun", "ranks")
-"""MPICH's mpirun; torchrun on each node; every rank by itself, with torchrun's variables."""
+"""MPICH's mpirun; torchrun on each node; or no launcher: ranks are started with torchrun's variables."""
 
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "mount": "util-linux"}
 _FIRST_PORT = 29500
 _MOST = 200
 _BRIDGE = "lan0"
 _REMOTE_SHELL = "/dev/shm/remote_shell"
-# A bucket of tokens that holds the largest packet that a virtual device sends, and a queue that drops none of ours.
+# The burst holds the largest packet of a virtual device; the queue is long enough to drop none.
 _SHAPE = "tbf rate {mbit}mbit burst 128kb latency 400ms"
 _READY = "ready"
 _SECONDS = 20.0
-# A process of an earlier PID namespace sees the one that it makes for its children only by this name.
+# Names in /proc/PID/ns. unshare itself stays outside of the PID namespace that it makes for its children.
 _FILES = {"net": "net", "mount": "mnt", "ipc": "ipc", "uts": "uts", "pid": "pid_for_children"}
 _TIMED_OUT = 124
 _GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 
-# $1: host name; $2: what /etc/hosts says. The file is gone, but for where it is mounted.
+# $1: host name; $2: content of /etc/hosts. After the rm the file exists only where it is mounted.
 _MACHINE = f"""
 mount -t tmpfs tmpfs /dev/shm
 echo "$1" > /proc/sys/kernel/hostname
@@ -68,17 +68,17 @@ _Environment = Mapping[str, object]
 
 
 class Nodes:
-    """Nodes that are made at once and end with :meth:`close`, or with the ``with`` block.
+    """Nodes on this machine, which the constructor makes, and :meth:`close` or the end of a ``with`` block ends.
 
-    They are for one job at a time: what is started ends with all of its processes before the next is.
+    They run one job at a time: starting a job ends all processes of the one before.
 
     Args:
-        count: How many.
-        mbit: What each node's link carries in each direction, in Mbit/s; None for no limit.
-        latency_ms: How long a packet takes from a node to another; None for no delay. Needs the kernel's netem.
+        count: The number of nodes.
+        mbit: The speed of each node's link in each direction, in Mbit/s; None for no limit.
+        latency_ms: The time of a packet from one node to another, in ms; None for no delay. Needs the kernel's netem.
 
     Raises:
-        NodesError: They cannot be made here; :func:`nodes_missing` says it beforehand.
+        NodesError: Nodes cannot be made here; :func:`nodes_missing` tells beforehand.
         ValueError: A number is out of range.
     """
 
@@ -93,7 +93,7 @@ class Nodes:
         self._launches = 0
         self._job: NodeJob | None = None
         self._stack = contextlib.ExitStack()
-        with self._stack:  # whatever has been made is ended if the next cannot be
+        with self._stack:  # ends what has been made if an error follows
             self._nodes = [self._namespaces(("net", "mount", "pid", "ipc", "uts"), name) for name in self.names]
             self._hub = self._namespaces(("net", "mount", "uts"), "hub")
             self._hub.do(["sh", "-c", f"cat > {_REMOTE_SHELL}; chmod +x {_REMOTE_SHELL}"], text=self._remote_shell())
@@ -109,7 +109,7 @@ class Nodes:
         self.close()
 
     def close(self) -> None:
-        """End the nodes with all of their processes."""
+        """End the nodes and all of their processes."""
         if self._job is not None:
             self._job.end()
         self._stack.close()
@@ -117,7 +117,7 @@ class Nodes:
     def run(
         self, node: int, words: Sequence[str], *, timeout: float, environment: Mapping[str, str] | None = None
     ) -> Finished:
-        """Run one command on the node of this number; arguments and result are those of :meth:`launch`."""
+        """Run one command on node number ``node``; arguments and result are those of :meth:`launch`."""
         return self._started([(self.entering(words, node=node), environment or {})]).wait(timeout)
 
     def launch(
@@ -129,25 +129,26 @@ class Nodes:
         timeout: float,
         environment: Mapping[str, str] | None = None,
     ) -> Finished:
-        """Start a job and wait for its end; what is still running after the timeout is killed.
+        """Start a job and wait for its end; what still runs after the timeout is killed.
 
         Args:
-            launcher: ``"mpirun"``, ``"torchrun"`` or ``"ranks"``, as in :data:`LAUNCHERS`.
+            launcher: ``"mpirun"`` of MPICH; ``"torchrun"`` on each node; or ``"ranks"`` for no launcher: each rank is
+                started with torchrun's variables.
             words: The command of each rank, with absolute paths.
-            ranks: How many of them on each node.
+            ranks: The number of ranks on each node.
             timeout: Seconds.
-            environment: What they have besides this process's own.
+            environment: Variables in addition to those of this process.
 
         Raises:
-            NodesError: There is no mpirun, or not MPICH's.
-            ValueError: The launcher is unknown, or these are not ranks for every node.
+            NodesError: There is no mpirun, or it is not MPICH's.
+            ValueError: The launcher is unknown, or ``ranks`` has not a positive number for each node.
         """
         return self.start(launcher, words, ranks=ranks, environment=environment).wait(timeout)
 
     def start(
         self, launcher: str, words: Sequence[str], *, ranks: Sequence[int], environment: Mapping[str, str] | None = None
     ) -> NodeJob:
-        """Start a job, as :meth:`launch`, and do not wait for it."""
+        """Start a job as :meth:`launch` does, without waiting for its end."""
         self._launches += 1
         if len(ranks) != len(self.names) or min(ranks) < 1:
             raise ValueError(f"{len(self.names)} nodes need as many positive numbers of ranks, but these are {ranks}")
@@ -180,7 +181,7 @@ class Nodes:
         return [str(Path(mpirun).absolute()), *options, "-hosts", hosts, "-n", str(sum(ranks)), *words]
 
     def entering(self, words: Sequence[str], *, node: int | None = None) -> list[str]:
-        """The command that does ``words`` on a node, or on the hub, in the current folder."""
+        """The command that runs ``words`` on a node, or on the hub, in the current folder."""
         there = self._hub if node is None else self._nodes[node]
         return there.entering(words, folder=os.getcwd())
 
@@ -197,7 +198,7 @@ class Nodes:
         return made
 
     def _remote_shell(self) -> str:
-        """The script that Hydra calls in the place of ssh: with -x, a host and a command line."""
+        """The script that Hydra calls instead of ssh, with ``-x``, a host and a command line."""
         cases = "\n".join(
             f'{name}) exec {" ".join(node.entering(["sh", "-c"]))} "$*";;'
             for name, node in zip(self.names, self._nodes, strict=True)
@@ -220,12 +221,12 @@ class Nodes:
             if mbit:
                 _add_queue(node, "eth0", f"root handle 1: {_SHAPE.format(mbit=mbit)}")
                 _add_queue(self._hub, f"v{number}", f"root {_SHAPE.format(mbit=mbit)}")
-            if latency_ms:  # where a packet leaves a node, and not once more where it arrives
+            if latency_ms:  # only where a packet leaves a node, or it would be delayed twice
                 _add_queue(node, "eth0", f"{'parent 1:1' if mbit else 'root'} netem delay {latency_ms}ms limit 100000")
 
 
 def nodes_missing(*, mbit: float | None = None, latency_ms: float | None = None) -> str:
-    """Why :class:`Nodes` of this kind cannot be made here; empty where they can. It makes one and ends it, in 0.1 s."""
+    """The reason why such :class:`Nodes` cannot be made here; empty if they can. It makes one to try, in 0.1 s."""
     try:
         Nodes(1, mbit=mbit, latency_ms=latency_ms).close()
     except NodesError as error:
@@ -251,7 +252,7 @@ def _programs_missing(*, is_shaped: bool) -> str:
 
 
 def found_mpirun() -> str:
-    """The path of the mpirun that belongs to this Python, or else is on PATH; NodesError where there is none."""
+    """The path of the mpirun beside this Python, or else on PATH; NodesError if there is none."""
     mpirun = find_mpirun()
     if mpirun is None:
         raise NodesError("there is no mpirun: pip install 'ppe_ddp[mpi]'")
@@ -262,16 +263,15 @@ def found_mpirun() -> str:
 
 
 class NodesError(RuntimeError):
-    """This process cannot make nodes on this machine; the message says why not."""
+    """Nodes cannot be made here, or a job cannot be started on them; the message says why."""
 
 
 class Namespaces:
-    """New Linux namespaces, and a shell that keeps them until :meth:`close`; NodesError where they cannot be made.
+    """New Linux namespaces, and a shell that keeps them until :meth:`close`; NodesError if they cannot be made.
 
-    They have no names that another run could meet. The shell reads from a pipe that this process alone holds, so they
-    end, with every process in them, however this one ends. ``kinds`` are some of ``net``, ``mount``, ``ipc``, ``uts``
-    and ``pid``, with the last of which ``/proc`` is new as well; ``name`` is the host name, ``hosts`` the content of
-    ``/etc/hosts``.
+    The shell reads from a pipe that only this process holds, so the namespaces and every process in them end when this
+    process does. ``kinds`` are some of ``net``, ``mount``, ``ipc``, ``uts`` and ``pid``, which also has a new
+    ``/proc``; ``name`` is the host name, ``hosts`` the content of ``/etc/hosts``.
     """
 
     def __init__(self, kinds: Sequence[str], name: str, hosts: str) -> None:
@@ -297,17 +297,17 @@ class Namespaces:
 
     @property
     def pid(self) -> int:
-        """A process of theirs, as this process sees it: for what takes a network namespace by a process."""
+        """The process id of ``unshare``, by which other programs name the network namespace."""
         return self._process.pid
 
     def entering(self, words: Sequence[str], *, folder: str | None = None) -> list[str]:
-        """The command that does ``words`` in these namespaces, in this folder or the root."""
+        """The command that runs ``words`` in these namespaces, in ``folder`` or in the root."""
         files = [f"--{kind}=/proc/{self.pid}/ns/{_FILES[kind]}" for kind in self._kinds]
         there = [] if folder is None else ["env", "-C", folder]
         return ["nsenter", *files, "--", *there, *words]
 
     def do(self, words: Sequence[str], *, text: str = "") -> str:
-        """Run a short command in there that reads ``text``, and give what it prints; NodesError where it fails."""
+        """Run a short command in there with ``text`` as its input; returns its output, or raises NodesError."""
         try:
             done = subprocess.run(
                 self.entering(words), input=text, capture_output=True, text=True, timeout=_SECONDS, check=False
@@ -319,12 +319,12 @@ class Namespaces:
         return done.stdout
 
     def end_processes(self) -> None:
-        """End all processes in there but the shell that keeps them; only where there is a PID namespace."""
+        """End all processes in there except the shell that keeps the namespaces; needs a PID namespace."""
         assert "pid" in self._kinds, "every process of this machine would end"
         subprocess.run(self.entering(["sh", "-c", "kill -KILL -1"]), stderr=subprocess.DEVNULL, check=False)
 
     def close(self) -> None:
-        """End them, and where there is a PID namespace every process in there; returns when they are gone."""
+        """End the namespaces, with a PID namespace also every process in there; returns when they are gone."""
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -357,9 +357,9 @@ class Finished:
     """The result of a job.
 
     Attributes:
-        code: The first exit code that is not 0, in the order of nodes; 124 if there is none but some were killed.
-        output: What the job has printed, node by node.
-        errors: What it has written to its standard error, node by node.
+        code: The first exit code that is not 0, in the order of nodes; 124 if all are 0 but some commands were killed.
+        output: The standard output, node by node.
+        errors: The standard error, node by node.
     """
 
     code: int
@@ -368,11 +368,11 @@ class Finished:
 
 
 class NodeJob:
-    """Commands that run at the same time, and have the nodes for themselves: with them every process there ends."""
+    """Commands that run at the same time on nodes; when they end, every process on these nodes ends."""
 
     def __init__(self, started: Sequence[tuple[Sequence[str], _Environment]], nodes: Sequence[Namespaces]) -> None:
         self._nodes = nodes
-        # Files without a name: pipes would fill up while nobody reads.
+        # Not pipes, which would fill up as nobody reads them.
         self._texts = {kind: [tempfile.TemporaryFile() for _ in started] for kind in ("output", "errors")}  # noqa: SIM115
         self._processes: list[subprocess.Popen[bytes]] = []
         self._result: Finished | None = None
@@ -397,9 +397,9 @@ class NodeJob:
         return self._result is None and any(process.poll() is None for process in self._processes)
 
     def wait(self, timeout: float) -> Finished:
-        """Wait for the end of all commands, but no longer than ``timeout`` seconds; then end what is left.
+        """Wait for the end of all commands, at most ``timeout`` seconds, and end what is left.
 
-        Once one has failed, the others have a few seconds: a launcher may wait for ranks that are not coming.
+        After one has failed, the others get five seconds: a launcher may wait for ranks that do not come.
         """
         start = time.monotonic()
         deadline = start + timeout
@@ -417,15 +417,15 @@ class NodeJob:
         return self._result
 
     def end(self, reason: str = "") -> None:
-        """End the commands, and what they have left on the nodes; ``reason`` says why, if it is before their time."""
+        """End the commands and all processes on the nodes; ``reason`` is added to the errors if they were killed."""
         if self._result is not None:
             return
         codes = [process.poll() for process in self._processes]
         for process, code in zip(self._processes, codes, strict=True):
-            if code is None:  # otherwise the number may be that of another process by now
+            if code is None:  # the id of a process that has ended may be another's by now
                 os.killpg(process.pid, signal.SIGKILL)
         for node in self._nodes:
-            node.end_processes()  # torchrun's and Hydra's children have sessions of their own
+            node.end_processes()  # killpg() has not reached torchrun's and Hydra's children, which have other sessions
         for process in self._processes:
             process.wait()
         code = next((code for code in codes if code), _TIMED_OUT if reason else 0)
@@ -435,7 +435,7 @@ class NodeJob:
 
     def text(self, kind: str) -> str:
         """The ``"output"`` so far, or the ``"errors"``."""
-        # By its size and place: the offset is that of the processes, which write on.
+        # pread(), as the processes share the offset and go on writing.
         read = (os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0) for file in self._texts[kind])
         return b"".join(read).decode(errors="replace")
 
@@ -452,19 +452,19 @@ _OF_OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
-# Where this process itself was started by a launcher, its ranks are not those that are started here.
+# Variables of the launcher that has started this process; ranks that are started here must not see them.
 _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_", "PMIX_", "OMPI_COMM_", "MPI_LOCAL", "SLURM_")
 
 
 class JobStarter(RankStarter):
-    """Starts ranks on nodes that are used like those on this machine, as ``starter=`` of :class:`Ranks`.
+    """Starts ranks on nodes, as the ``starter`` of :class:`Ranks`.
 
-    Each connects to a socket in the file system, which all nodes have in common, and serves calls from there.
+    Each rank connects to a socket in the file system, which all nodes share, and serves calls from there.
 
     Args:
-        nodes: Where; they are in use as long as the ranks are. None for this machine, by ``"mpirun"``.
-        launcher: As for :meth:`ppe_ddp.testing.nodes.Nodes.launch`.
-        ranks: How many on each node.
+        nodes: The nodes, which are in use as long as the ranks run. None for this machine, by ``"mpirun"``.
+        launcher: A launcher, as for :meth:`ppe_ddp.testing.nodes.Nodes.launch`.
+        ranks: The number of ranks on each node.
     """
 
     def __init__(self, nodes: Nodes | None, launcher: str, ranks: Sequence[int]) -> None:
@@ -472,11 +472,11 @@ class JobStarter(RankStarter):
         self._job: NodeJob | None = None
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[ForeignProcess, Connection]]:
-        """Start the job, and give each rank with its pipe, in their order.
+        """Start the job; yield each rank's process and pipe, in the order of ranks.
 
         Raises:
-            NodesError: The launcher has failed, or not all ranks have come.
-            ValueError: These are not as many ranks as are for the nodes.
+            NodesError: The launcher failed, or a rank did not connect.
+            ValueError: Another number of ranks is asked for than the nodes have.
         """
         if len(stack_files) != sum(self._ranks):
             raise ValueError(f"{len(stack_files)} ranks are asked for, and {self._ranks} are for the nodes")
@@ -499,13 +499,13 @@ class JobStarter(RankStarter):
             yield process, pipe
 
     def end(self) -> None:
-        """End the launcher, and what is left on the nodes."""
+        """End the launcher and all processes on the nodes."""
         if self._job is not None:
             self._job.end()
             self._job = None
 
     def errors(self) -> str:
-        """The last that the job has written to its standard error."""
+        """The end of the job's standard error."""
         return "" if self._job is None else self._job.text("errors")[-_TOLD:]
 
     def _accepted(self, listener: socket.socket, count: int) -> Iterator[tuple[int, tuple[ForeignProcess, Connection]]]:
@@ -516,7 +516,7 @@ class JobStarter(RankStarter):
                 if not self._job.is_running or time.monotonic() > deadline:
                     raise NodesError(f"{arrived} of {count} ranks have come by {self._launcher}:\n{self.errors()}")
             connected, _ = listener.accept()
-            # The kernel tells the peer's process as this one sees it, and not by its number on the node.
+            # The kernel gives the peer's process id as this process sees it, not as the node does.
             credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             pipe = Connection(connected.detach())
             rank: int = pipe.recv()

@@ -1,9 +1,9 @@
-"""The conformance kit on one rank: calls with known results, and training that must come out right.
+"""The conformance kit on one rank: calls with known results, and training of a dynamic model.
 
-Calls tell which promise is broken, where a model that trains wrongly only tells that one is. The trained model's graph
-differs on each rank and step. Each rank also takes the steps of all ranks, without communication, on copies of the
-module in its own process: so it knows what the mean must be. It goes on after an error, so that no other rank waits for
-it, and results are compared outside, not by a transport that may itself be on trial.
+The calls show which promise is broken; training shows only that one is. The model's graph differs on each rank and in
+each step. Each rank also takes the steps of all ranks on copies of the module, without communication, so it knows the
+mean. A rank goes on after an error, so that no other waits for it. The process that has started the ranks compares
+their results, as the transport may be what is tested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from ppe_ddp.contracts import Division, GradBucket, is_waitable
+from ppe_ddp.contracts import GradBucket, is_waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
 
 _WIDTH, _ROWS, _EMBEDDED = 5, 2, 6
-# The sum over ranks, a second round that is added, and the accumulation into what was there.
+# Rounding errors of the sum over ranks, of a second round, and of adding to what was in .grad.
 _ROUNDINGS = 16
-# What must not change a result: of the wrapper.
+# Options of the wrapper that must not change a result.
 _VARIANTS: tuple[dict[str, Any], ...] = (
     {},
     {"gradient_as_bucket_view": False, "bucket_cap_mb": 0.0002},
@@ -55,12 +55,11 @@ _MODULUS = 5
 class Plugs:
     """The functions and hooks that are plugged into the wrapper."""
 
-    reduce_function: ReduceFunction | None = None  # see :class:`ppe_ddp.ReduceFunction`
-    broadcast_function: BroadcastFunction | None = None  # see :class:`ppe_ddp.BroadcastFunction`
-    hook: CommHook | None = None  # see :class:`ppe_ddp.CommHook`
+    reduce_function: ReduceFunction | None = None
+    broadcast_function: BroadcastFunction | None = None
+    hook: CommHook | None = None
     state: object = None  # the hook's; each wrapper gets a deep copy
-    # The largest error of a mean, in units of the largest gradient element of the model on any rank. None: what
-    # rounding explains.
+    # The largest error of a mean, in units of the model's largest gradient element on any rank; None for rounding.
     tolerance: float | None = None
 
 
@@ -70,8 +69,7 @@ class Plugs:
 def probe_reduction(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
     """Pass known buckets of these dtypes to a reduce function or hook, several in flight at a time.
 
-    A function is also asked in groups that split the world: one of rank 0 alone, one of all others. A hook is
-    given no group, so there it would not know.
+    A function is also called in groups of rank 0 alone and of all others; a hook is not, as it is given no group.
     """
     problems: list[str] = []
     for group in _groups(split=plugs.hook is None):
@@ -86,12 +84,12 @@ def _reduction(plugs: Plugs, groups: Groups) -> Reduction:
     if plugs.hook is not None:
         return HookReduction(copy.deepcopy(plugs.state), plugs.hook, groups)
     function = plugs.reduce_function or average
-    # What our own function declares lets the engine do more in its place; here it is to answer for itself.
+    # By what it declares, the engine would not call our own function; here it must be called.
     return FunctionReduction(functools.partial(average) if function is average else function, groups)
 
 
 def _groups(*, split: bool) -> Iterator[ProcessGroup]:
-    """All ranks; then this rank's part of a world that is split into rank 0 and the others."""
+    """The group of all ranks; if ``split``, also that of rank 0 alone or of all others."""
     everyone = dist.group.WORLD
     assert everyone is not None
     yield everyone
@@ -103,8 +101,8 @@ def _groups(*, split: bool) -> Iterator[ProcessGroup]:
 def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
-    division = reduction.division(torch.device(device))
-    asked = [_KnownBucket(k, shapes, groups, dtype, device, division) for k, shapes in enumerate(_BUCKETS)]
+    is_divided = reduction.takes_divided(torch.device(device))
+    asked = [_KnownBucket(k, shapes, groups, dtype, device, is_divided) for k, shapes in enumerate(_BUCKETS)]
     with torch.no_grad():
         for together in [[one] for one in asked] if reduction.one_at_a_time else [asked]:
             pending = [reduction.start(question.bucket) for question in together]
@@ -122,7 +120,7 @@ class _KnownBucket:
     """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
-        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, division: Division
+        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, is_divided: bool
     ) -> None:
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
@@ -132,7 +130,7 @@ class _KnownBucket:
         self._guarded = torch.full((count + 2 * _GUARD,), 77.0, dtype=dtype, device=device)
         self._flat = self._guarded[_GUARD : _GUARD + count]
         self._flat.copy_(shares[groups.rank])
-        if division is Division.DONE:
+        if is_divided:
             self._flat.mul_(1.0 / groups.world_size)
         starts = [0, *itertools.accumulate(sizes)]
         self.memory = [
@@ -140,18 +138,18 @@ class _KnownBucket:
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
         ]
         self._parameters = [nn.Parameter(torch.full(shape, 3.0, dtype=dtype, device=device)) for shape in shapes]
-        self.bucket = GradBucket.of(
+        self.bucket = GradBucket(
             [view.detach() for view in self.memory],
             buffer=self._flat.detach(),
             parameters=self._parameters,
             names=tuple(f"bucket{index}.{k}" for k in range(len(shapes))),
             index=index,
             is_last=index == len(_BUCKETS) - 1,
-            division=division,
+            is_divided=is_divided,
         )
 
     def problems(self, tolerance: float | None) -> Iterator[str]:
-        """The errors in the result."""
+        """The errors in the result, as sentences."""
         result = self.bucket.buffer().detach().reshape(-1).double().cpu()
         largest = float(self._mean.abs().max())
         allowed = (_ROUNDINGS * torch.finfo(self._flat.dtype).eps if tolerance is None else tolerance) * largest
@@ -171,14 +169,14 @@ class _KnownBucket:
 
 
 def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
-    """Numbers of a rank that every other rank can make too; most are not the same on any two ranks."""
+    """Random numbers that follow from the seeds, so that a rank can make those of the others."""
     seed = sum(value * 1009**k for k, value in enumerate(seeds))
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
-    """Let a broadcast function copy known tensors of these dtypes, over all ranks and over parts of them."""
+    """Let a broadcast function copy known tensors of these dtypes, in a group of all ranks and in parts of it."""
     function = plugs.broadcast_function or broadcast
     problems: list[str] = []
     for group in _groups(split=True):
@@ -209,7 +207,7 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
     numbers = [_numbers(math.prod(shape), torch.float64, k, rank) for k, shape in enumerate(_BUCKETS[1])]
     plain = [(number * 8).view(shape) for number, shape in zip(numbers, _BUCKETS[1], strict=True)]
     plain.append((_numbers(12, torch.float64, 9, rank) * 8).view(3, 4).t())
-    # Negative numbers have no unsigned counterpart that all platforms agree on.
+    # Platforms convert negative numbers to unsigned ones in different ways.
     return [(tensor if dtype.is_signed else tensor.abs()).to(dtype).to(device) for tensor in plain]
 
 
@@ -217,13 +215,13 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
 
 
 def probe_backend(device: str) -> list[str]:
-    """Call every operation that the engine uses on the default process group. All ranks must call this together."""
+    """Call each operation that the engine uses on the default process group; all ranks must call this together."""
     probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup)
     return [problem for probe in probes for problem in probe(device)]
 
 
 def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = None) -> Tensor:
-    """Small integers, so that their sums are exact in every dtype; different on every rank."""
+    """Small integers, whose sums are exact in every dtype; different on every rank."""
     rank = dist.get_rank() if rank is None else rank
     return ((torch.arange(size) + 2 * rank) % _MODULUS + rank).to(dtype).to(device)
 
@@ -250,7 +248,7 @@ def _all_reduce(device: str) -> Iterator[str]:
 
 
 def _in_flight(device: str) -> Iterator[str]:
-    """Several at once, in two groups; a Work tells without blocking if it is done, and has a Future."""
+    """Start several all-reduces at once in two groups; check ``is_completed()``, ``wait()`` and ``get_future()``."""
     tensors = [_integers(size, torch.float32, device) for size in (*_SIZES, 2)]
     groups = [dist.new_group(list(range(dist.get_world_size())), use_local_synchronization=True) for _ in range(2)]
     works = [dist.all_reduce(tensor, group=groups[k % 2], async_op=True) for k, tensor in enumerate(tensors)]
@@ -259,7 +257,7 @@ def _in_flight(device: str) -> Iterator[str]:
             yield "Work.is_completed() does not return a bool"
         work.wait()
         if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)  # there wait() only makes the stream wait
+            torch.cuda.synchronize(tensor.device)  # wait() has only made the stream wait
         if not work.is_completed():
             yield "Work.is_completed() is False after wait()"
         if not torch.equal(tensor, _sum(tensor)):
@@ -294,10 +292,10 @@ def _objects(device: str) -> Iterator[str]:
 
 
 def _subgroup(device: str) -> Iterator[str]:
-    """A group of some ranks, made by these alone, in an order of its own."""
+    """Make a group of all ranks but 0 on these ranks alone, and call collectives in it."""
     members = list(range(1, dist.get_world_size()))
     if dist.get_rank() not in members:
-        # torch names such a group by how many groups a process has: equally many on all ranks, for those to come
+        # torch names groups by counting them, so that every rank must have as many.
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         return
     group = dist.new_group(members, use_local_synchronization=True)
@@ -319,8 +317,8 @@ def _subgroup(device: str) -> Iterator[str]:
 class Trained(NamedTuple):
     """The findings of one rank."""
 
-    problems: list[str]  # what is wrong, one sentence each
-    digests: dict[str, str]  # by step and name, digests of gradients and buffers, which must be the same on all ranks
+    problems: list[str]  # as sentences
+    digests: dict[str, str]  # of gradients and buffers, by step and name; they must be equal on all ranks
 
 
 class _LinearOfDtype(nn.Module):
@@ -336,9 +334,9 @@ class _LinearOfDtype(nn.Module):
 
 
 class DynamicModel(nn.Module):
-    """Layers that are used, or not, by a path that each forward draws anew.
+    """Layers, some of which each forward chooses at random.
 
-    The parameters have ``dtypes`` in turn; if it ``has_sparse``, there is an embedding whose gradient is sparse.
+    The layers have ``dtypes`` in turn; with ``has_sparse`` there is an embedding with sparse gradients.
     """
 
     seen: Tensor
@@ -372,7 +370,7 @@ class DynamicModel(nn.Module):
 
 
 class _Actor(NamedTuple):
-    """One rank in one step, with the wrapper or with a copy of the module."""
+    """One rank in one step, which trains the wrapper or a copy of the module."""
 
     model: Callable[..., list[Tensor]]
     number: int
@@ -381,7 +379,7 @@ class _Actor(NamedTuple):
     device: str
 
     def losses(self, forward: int = 0) -> list[Tensor]:
-        seed = f"{self.number} {self.rank} {forward}"  # by its hash, which is the same in every process
+        seed = f"{self.number} {self.rank} {forward}"
         generator = torch.Generator().manual_seed(Random(seed).getrandbits(60))
         batch = torch.randn(_ROWS, _WIDTH, generator=generator).to(self.device).requires_grad_()
         return [(output + 0.5).square().mean() for output in self.model(batch, Random(f"path {seed}"))]
@@ -432,7 +430,7 @@ def _two_losses(actor: _Actor) -> Iterator[None]:
     yield
 
 
-# With how gradients are cleared before: to None, to zero, or not at all.
+# Each with how gradients are cleared before: True to None, False to zero, None not at all.
 _STEPS: tuple[tuple[Callable[[_Actor], Iterator[None]], bool | None], ...] = (
     (_one_backward, True),
     (_micro_batches, False),
@@ -445,7 +443,7 @@ _STEPS: tuple[tuple[Callable[[_Actor], Iterator[None]], bool | None], ...] = (
 
 
 def train(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str, *, has_sparse: bool = False) -> Trained:
-    """Take steps of many kinds with each variant of options; all ranks of the default group call this together."""
+    """Take all kinds of steps with each variant of options; all ranks of the default group call this together."""
     trained = Trained([], {})
     for options in _VARIANTS:
         _WrapperOnTrial(plugs, options, DynamicModel(dtypes, has_sparse=has_sparse).to(device), device, trained).run()
@@ -453,7 +451,7 @@ def train(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str, *, has_spars
 
 
 class _WrapperOnTrial:
-    """A wrapper with some plugs and options, and what was found in its steps."""
+    """A wrapper with some plugs and options; adds to ``found`` what is wrong in its steps."""
 
     def __init__(
         self, plugs: Plugs, options: dict[str, Any], module: DynamicModel, device: str, found: Trained
@@ -463,7 +461,7 @@ class _WrapperOnTrial:
         self._name = ", ".join(f"{name}={value}" for name, value in options.items()) or "default options"
         start = copy.deepcopy(module.state_dict())
         if self._rank != 0:
-            with torch.no_grad():  # the wrapper has to bring rank 0's here
+            with torch.no_grad():  # wrapping must overwrite them by rank 0's
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.fill_(self._rank)
         functions: dict[str, Any] = {
@@ -486,7 +484,6 @@ class _WrapperOnTrial:
             if set_to_none is not None:
                 for model in (self._wrapper, *copies):
                     model.zero_grad(set_to_none)
-            # The copies are first, since a graph is gone through with the buffers that it was made with.
             expected = [_average(copies) for _ in zip(*map(step, actors), strict=True)]
             own = step(self._actor(self._wrapper, number, self._rank))
             for k, (means, _) in enumerate(zip(expected, own, strict=True)):
@@ -501,7 +498,7 @@ class _WrapperOnTrial:
                         parameter.add_(parameter.grad, alpha=-0.125)
 
     def _actor(self, model: Any, number: int, rank: int) -> _Actor:
-        # The last rank, and not rank 0, whose buffers all have.
+        # Not rank 0, as all ranks get its buffers.
         return _Actor(model, number, rank, rank == self._size - 1 > 0, self._device)
 
     def _bring_here(self, twin: DynamicModel) -> None:

@@ -1,7 +1,7 @@
-"""Real ranks for tests: processes started once, which then call one function after another.
+"""Ranks for tests: processes that are started once, and then call one function after another.
 
-Owns the processes on both ends of the pipes to them, their rendezvous, and the errors of ranks as a test sees them.
-Everything is sent as plain pickles, so a tensor arrives as a copy that does not need its rank any more.
+Functions, arguments and results are sent through pipes as plain pickles. So a tensor arrives as a copy, which does not
+need its rank any more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Call = tuple[list[str], bytes]
 
-# Importing torch on a busy machine of two cores takes some seconds a rank; ten times that is a hang.
-_START_SECONDS = 120.0
+_START_SECONDS = 120.0  # ten times what importing torch takes on a busy machine
 _GRACE_SECONDS = 5.0
 _STOP_SECONDS = 5.0
 _DUMP_SECONDS = 2.0
@@ -63,10 +62,10 @@ class RankFailure:
     Attributes:
         rank: The rank.
         outcome: How it failed.
-        summary: One line: the exception, the exit code, or how long there was no answer.
-        details: The traceback of the exception, or the stacks of all threads where there are any.
-        exception: The exception itself if it could be pickled, without its traceback and causes.
-        exit_code: That of a process that died; negative for a signal, None if it did not die.
+        summary: The exception, the exit code, or how long there was no answer, in one line.
+        details: The traceback of the exception, or the stacks of all threads; may be empty.
+        exception: The exception without its traceback and causes; None if it could not be pickled.
+        exit_code: The exit code of a process that died, negative for a signal; None if it did not die.
     """
 
     rank: int
@@ -81,14 +80,14 @@ class RankFailure:
         """The failure of a rank whose function raised; ``content`` is the rank's answer."""
         summary, details, pickled = pickle.loads(content)
         exception = None
-        # Many exceptions whose constructor takes more than a message can be pickled but not made anew.
+        # Exceptions whose constructor takes more than a message can often be pickled, but not unpickled.
         with contextlib.suppress(Exception):
             exception = pickle.loads(pickled)
         return cls(rank, Outcome.RAISED, summary, details, exception)
 
     @classmethod
     def died(cls, rank: int, exit_code: int | None, stacks: str) -> RankFailure:
-        """The failure of a rank whose process is gone, or has closed its pipe if there is no exit code."""
+        """The failure of a rank whose process has ended, or if there is no exit code has closed its pipe."""
         if exit_code is None:
             cause = "closed its pipe"
         elif exit_code < 0:
@@ -99,7 +98,7 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """Some ranks failed; the message has the traceback of each, the first that failed first.
+    """Some ranks failed; the message has the traceback of each.
 
     Args:
         world_size: How many ranks were asked.
@@ -133,9 +132,9 @@ class RankError(RuntimeError):
 
 
 class ForeignProcess:
-    """A process that somebody else has started, used as one of `multiprocessing`."""
+    """A process that another one has started, with the methods of ``multiprocessing.Process`` that `Ranks` calls."""
 
-    exitcode = None  # which only its parent gets
+    exitcode = None  # known to its parent only
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -160,10 +159,10 @@ class RankStarter(ABC):
 
     @abstractmethod
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
-        """Start one process for each file of stacks, and give it with the pipe to it, in the order of ranks."""
+        """Start a process for each file of stacks; yield each with the pipe to it, in the order of ranks."""
 
     def end(self) -> None:  # noqa: B027
-        """End what else was started for them; called when all of them have ended, also if there are none."""
+        """End what else was started, such as a launcher; called after the processes have ended."""
 
     def errors(self) -> str:
         """More about a process that has died than its exit code."""
@@ -171,13 +170,13 @@ class RankStarter(ABC):
 
 
 class ForkStarter(RankStarter):
-    """Starts ranks on this machine, in no time and as good as new: by forks of a process that has imported torch."""
+    """Starts ranks on this machine by forking a process that has imported torch, which saves each rank the import."""
 
     def start(self, stack_files: Sequence[Path]) -> Iterator[tuple[BaseProcess | ForeignProcess, Connection]]:
         """Fork one process for each file."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        # OpenMP reads it while torch is imported, before any code of ours runs in the process.
+        # OpenMP reads it while torch is imported, before our code runs.
         with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
             for rank, file in enumerate(stack_files):
                 ours, theirs = context.Pipe()
@@ -189,29 +188,27 @@ class ForkStarter(RankStarter):
 
 
 class Ranks:
-    """A world of processes on this machine, for tests to run functions in.
+    """Processes that run functions for tests, one for each rank, with a default process group.
 
-    The processes are started (fresh ones, one thread each) when the first function is run, and serve all
-    later ones, so that a whole test session imports torch once a rank. They meet through a file, never a
-    port. Use it as a context manager, or call `close`; they end with this process in any case, however it
-    ends. Not safe to use from several threads at once. The processes are daemons, so a function in them
-    cannot start `multiprocessing` children (a DataLoader with workers).
+    The first run starts the processes, each with one thread; later runs use them again. They meet through a file, not a
+    port. Use it as a context manager, or call `close`; when this process ends in any way, they end too. Use it from one
+    thread at a time. The processes are daemons, so a function in them cannot start `multiprocessing` children, such as
+    a DataLoader with workers.
 
-    After a run in which a function raised, or that left the default process group destroyed or replaced,
-    the next run gets a fresh default process group, as the old one may be out of step. After a run in which
-    a rank died or did not answer, all processes are gone and the next run starts new ones.
+    If a function raises, or leaves the default process group destroyed or replaced, the next run gets a new default
+    process group, as ranks may be out of step in the old one. If a rank dies or does not answer, all processes are
+    ended, and the next run starts new ones.
 
     Args:
-        world_size: How many ranks.
-        backend: The backend of the default process group; None for processes without one. For NCCL
-            each rank gets the CUDA device of its number, modulo the devices there are.
-        timeout: Seconds that a run may take, unless it says otherwise.
-        group_timeout: Seconds that a collective may take in the default process group; by default half
-            of `timeout`, so that a hanging collective raises before its rank is killed.
-        prepare: Called without arguments in each new process before it joins the group, for example to
-            register a backend. A function of a module, as it is pickled by name.
-        starter: Starts the processes elsewhere than on this machine, such as
-            :class:`~ppe_ddp.testing.JobStarter` on nodes.
+        world_size: The number of ranks.
+        backend: The backend of the default process group; None for processes without one. For NCCL each rank's current
+            device is that of its number, modulo the number of devices.
+        timeout: Seconds that a run may take, unless it is given another.
+        group_timeout: Seconds that a collective of the default process group may take; by default half of `timeout`,
+            so that a collective that hangs raises before its rank is killed.
+        prepare: A function of a module, called without arguments in each new process before it joins the group, such as
+            to register a backend.
+        starter: Starts the processes elsewhere, such as :class:`~ppe_ddp.testing.JobStarter` on nodes.
 
     Raises:
         ValueError: `world_size` or a timeout is not positive.
@@ -250,13 +247,13 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """True where the processes run, so that the next run uses them and starts none."""
+        """True while all processes run."""
         started = len(self._processes) == self.world_size
         return started and all(process.is_alive() for process in self._processes)
 
     @property
     def pids(self) -> list[int]:
-        """The process ids by rank; empty while there are no processes."""
+        """The process ids by rank; empty before the first run."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def run(
@@ -265,14 +262,13 @@ class Ranks:
         """Calls `function(*args)` on every rank and waits for all of them.
 
         Args:
-            function: A function that the ranks can import: one of a module, no lambda or closure.
-            *args: Its arguments, equal on all ranks; copied by pickle.
-            timeout: Seconds until ranks that have not answered are killed.
-            grace: Seconds that the other ranks get once one has failed. More is of use where they are expected to
-                fail too, later.
+            function: A function of a module, not a lambda or closure, as the ranks import it.
+            *args: Its arguments, the same on all ranks; copied by pickle.
+            timeout: Seconds until ranks that have not answered are killed; by default that of the constructor.
+            grace: Seconds that the other ranks have to answer once one has failed.
 
         Returns:
-            What the function returned, by rank; copied by pickle, on the device it was on.
+            The results by rank, copied by pickle, on the devices that they were on.
 
         Raises:
             RankError: A rank raised, died or did not answer. In the last two cases all processes are
@@ -321,7 +317,7 @@ class Ranks:
         except BaseException:
             self._kill()
             raise
-        # Not in one call with the group: its timeout may be shorter than the import of torch.
+        # Not in one call with joining the group, whose timeout may be shorter than the import of torch.
         self._call_or_kill([_pickle_call(_set_up, (self._prepare,))] * self.world_size)
         self._join()
 
@@ -355,7 +351,7 @@ class Ranks:
                     pipe.send(call)
             answers, failures = self._collect(timeout, grace)
         except BaseException:
-            # Also a KeyboardInterrupt: the answers to this call would be taken for those to the next.
+            # Also after a KeyboardInterrupt, or the next call would take the answers to this one for its own.
             self._kill()
             raise
         if any(failure.outcome is not Outcome.RAISED for failure in failures):
@@ -391,7 +387,7 @@ class Ranks:
 
     def _receive(self, rank: int) -> tuple[int, bytes] | RankFailure | None:
         pipe, process = self._pipes[rank], self._processes[rank]
-        # Before the poll: an answer may arrive between the two, and its process end.
+        # Asked before the poll, as an answer may arrive after it and the process end.
         ended = not process.is_alive()
         try:
             if pipe.poll():
@@ -449,18 +445,18 @@ def _pickle_call(function: Callable[..., object], args: Sequence[object]) -> Cal
             f"{function!r} and its arguments cannot be sent to the ranks ({error}); use a function of a "
             "module, no lambda or closure, and arguments that can be pickled"
         ) from error
-    # Paths that were added since the processes started, such as that of a test module, are needed there too.
+    # With the current search path: that of a test module may have been added since the processes started.
     return list(sys.path), content
 
 
 def _settled_text(path: Path) -> str:
-    # The stacks are written from a signal handler, which gives no sign when it is done.
+    # A signal handler writes the stacks, and does not say when it is done.
     deadline = time.monotonic() + _DUMP_SECONDS
     before, text = "", path.read_text()
     while (not text or text != before) and time.monotonic() < deadline:
         time.sleep(0.02)
         before, text = text, path.read_text()
-    # The thread that waits for this process to end is in every rank and tells nothing.
+    # Without the thread that waits for the parent, which every rank has.
     return "\n\n".join(stack for stack in text.split("\n\n") if " in _end_with_parent" not in stack)
 
 
@@ -474,11 +470,11 @@ def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> Non
     `(result, whether the default process group is the one joined last)`, or False with a pickled
     `(one-line summary, traceback, pickled exception or None)`.
     """
-    # What was imported before is there to stay: without it, each look for garbage takes a tenth of a second less.
+    # Garbage collection takes a tenth of a second less without all that was imported.
     gc.freeze()
     os.environ.clear()
     os.environ.update(environment)
-    # Ctrl-C in a terminal reaches every process of the group; the parent decides what then happens here.
+    # Ctrl-C reaches all processes of a terminal; the parent decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     with open(stack_file, "w") as stacks:
@@ -500,7 +496,7 @@ def serve(pipe: Connection, stack_file: str, environment: dict[str, str]) -> Non
 
 
 def serve_job(address: str) -> None:
-    """Answers calls, from a socket in the file system, as a rank that a launcher has started."""
+    """Answers calls from a socket in the file system, in a rank that a launcher has started."""
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(address)
     pipe = Connection(connected.detach())
@@ -515,7 +511,7 @@ def _set_up(prepare: Callable[[], object] | None) -> None:
 
 
 def _join_group(rank: int, backend: str | None, meeting: str, world_size: int, timeout: float) -> None:
-    """Leave the default process group, if there is one, and join a fresh one at a file that none has used."""
+    """Leave the default process group, if there is one, and join a new one at a file that has not been used."""
     if dist.is_initialized():
         dist.destroy_process_group()
     if backend is None:
@@ -530,7 +526,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        # The main thread may be deep in a collective that never returns, so no orderly exit.
+        # Not sys.exit(), as the main thread may be in a collective that never returns.
         os._exit(1)
 
 
@@ -543,12 +539,12 @@ def _answer(call: Call, joined: object) -> tuple[tuple[bool, bytes], object]:
         joined = group if function is _join_group else joined
         return (True, pickle.dumps((result, group is joined))), joined
     except BaseException as error:
-        # Also SystemExit and the like: the rank goes on to serve, and the test gets it.
+        # Also SystemExit: the test gets it, and the rank goes on serving.
         return (False, _describe(error)), joined
 
 
 def _describe(error: BaseException) -> bytes:
-    # Without our own frame, which is the first, the text starts in the test's function.
+    # Without the first frame, which is ours.
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     details = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     summary = traceback.format_exception_only(type(error), error)[-1].strip()

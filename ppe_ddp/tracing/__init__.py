@@ -1,4 +1,4 @@
-"""Timelines: what each rank computes and sends, on one clock, as a file for Perfetto and as pictures."""
+"""Timelines: what each rank computes and sends, on one clock, as pictures and as a file for Perfetto."""
 
 from ppe_ddp.tracing.timeline import timeline
 

@@ -1,11 +1,11 @@
-"""The two pictures of a timeline: one step of some ranks, and which gradients there were.
+"""The two pictures of a timeline: one step of some ranks, and which gradients existed.
 
-A step has some rows a rank; what each bar is, is written on it or beside it:
+Each rank has several rows in the picture of a step:
 
-computes     forward, backward, optimizer; red where the rank waits
-packs        this rank's own work for messages
-sends        the messages, side by side where several are under way
-in the node, on the wire    what of that was where, if memory is shared and it takes long enough to be seen
+computes     forward, backward, optimizer; red while the rank waits
+packs        the rank's own work for messages
+sends        messages under way, in several rows if they overlap
+in the node, on the wire    where they were, if the ranks of a node share memory and it took long enough to be seen
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class _Style(NamedTuple):
-    """The style of a kind of span: its colour, its name in the legend, and whether text on it is white."""
+    """The style of a kind of span."""
 
     colour: str
-    word: str = ""
-    is_dark: bool = False
+    word: str = ""  # in the legend; empty for none
+    is_dark: bool = False  # text on it is white
 
 
 _STYLES = {
@@ -52,8 +52,7 @@ _STYLES = {
 _INCHES, _DPI, _FONT = 8.6, 170, 9.0
 _MOST_RANKS = 8
 _LANE, _GAP = 1.0, 0.7
-_SEEN = 0.01  # of the width: parts that are shorter altogether have no row
-# Of gradients: the colours and their meaning.
+_SEEN = 0.01  # the least part of the width that gets a row of its own
 _PRESENCE = [
     ("#f3f3f3", "on no rank: not sent"),
     ("#f2c14e", "on another rank only: zero here"),
@@ -83,7 +82,7 @@ def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **mor
 
 
 def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
-    """Draw a typical step of each panel, one below the other on one scale, and write it to ``path``."""
+    """Draw a typical step of each panel, one below the other on the same scale, and write it to ``path``."""
     drawings = [_Drawing(title, records) for title, records in panels.items()]
     longest = max(drawing.end - drawing.begin for drawing in drawings)
     heights = [drawing.height * 0.2 + 0.75 for drawing in drawings]
@@ -100,7 +99,7 @@ def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
 
 
 def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
-    """The step, on each rank, whose length is nearest to the mean; not one of the first, which are not typical."""
+    """Begin and end, on each rank, of the step whose length is nearest to the mean, among the second half of them."""
     count = min(len(one.backwards) for one in records)
     if not count:
         return [(min((s.begin for s in r.spans), default=0), max((s.end for s in r.spans), default=1)) for r in records]
@@ -114,7 +113,7 @@ def _typical_step(records: Sequence[RankRecord]) -> list[Interval]:
 
 
 def _steps(one: RankRecord) -> list[Interval]:
-    """Each step, from its first forward to that of the next, so that it is as long as it seems; the last to the end."""
+    """Each step from its first forward to that of the next step; the last to the end of the record."""
     forwards = sorted(span.begin for span in one.spans if span.kind == "forward")
     begins, before = [], 0
     for begin, end in one.backwards:
@@ -125,7 +124,7 @@ def _steps(one: RankRecord) -> list[Interval]:
 
 
 class _Drawing:
-    """The rows of one panel: a name, a height from above, and spans."""
+    """One panel: rows, each with a name, a distance from the top, and spans."""
 
     def __init__(self, title: str, records: Sequence[RankRecord]) -> None:
         self._title = title
@@ -137,25 +136,18 @@ class _Drawing:
         self._slow = summarize(records).slow
         self.begin, self.end = min(begin for begin, _ in steps), max(end for _, end in steps)
         for one, (begin, end) in zip(shown, steps, strict=True):
-            # Of neighbouring steps only messages are shown, for which this one may wait.
+            # Messages of the step before are shown too, as this one may wait for them.
             own = [s for s in one.spans if begin <= s.begin < end]
             older = [s for s in one.spans if s.begin < begin < s.end and s.kind in MESSAGES + PARTS]
             self._add_rank(one.clock.rank, [*older, *own])
 
     def _add_rank(self, rank: int, spans: list[Span]) -> None:
-        # A wait inside of a forward or backward lies over it.
+        # Waits last, so that they are drawn over the forward or backward that they are in.
         computes = sorted((s for s in spans if s.kind in COMPUTES), key=lambda s: s.kind == "wait")
         self._add_row(f"rank {rank}{' (slow)' if rank in self._slow else ''} computes", computes)
         if engine := [span for span in spans if span.kind in ENGINE]:
             self._add_row("codes" if any(span.kind == "encode" for span in engine) else "packs", engine)
-        rows = lanes(span for span in spans if span.kind in ("bucket", "gather")) or [[]]
-        for one in (span for span in spans if span.kind in ("mask", "vote")):  # wherever there is room
-            free = (row for row in rows if all(one.end <= other.begin or one.begin >= other.end for other in row))
-            row = next(free, None)
-            if row is None:
-                rows.append(row := [])
-            row.append(one)
-        for k, row in enumerate(rows):
+        for k, row in enumerate(lanes(span for span in spans if span.kind in MESSAGES) or [[]]):
             self._add_row("" if k else "sends", row)
         for kind, name in (("node", "in the node"), ("wire", "on the wire")):
             parts = merged(span for span in spans if span.kind == kind)
@@ -212,7 +204,7 @@ class _Drawing:
 
 
 def _texts(span: Span) -> list[str]:
-    """The texts that fit a bar, the longest first."""
+    """Texts for a bar, the longest first."""
     size = f"{span.nbytes / 1e6:.1f} MB" if span.nbytes >= 1e5 else f"{span.nbytes / 1e3:.0f} kB"
     if span.kind in ENGINE:
         return [span.name] if span.kind != "write" else []
@@ -231,10 +223,10 @@ def _texts(span: Span) -> list[str]:
 
 
 def draw_presence(records: Sequence[RankRecord], path: Path) -> None:
-    """Draw which parameters had a gradient on which rank, step by step: a heat map for each module.
+    """Draw a heat map for each module: which parameters had a gradient on which rank, step by step.
 
-    The first goes to ``path``, others to files with numbers. Where parameters are too many to be read, those of one
-    module of the tree share a row, which has the colour of the one that is most at hand.
+    The first is written to ``path``, others to numbered files beside it. If there are too many parameters, those of a
+    submodule share a row: blue if this rank had any of their gradients, else yellow if another rank had one.
     """
     for number, presence in enumerate(records[0].presence):
         others = [next((p for p in one.presence if p.names == presence.names), None) for one in records]
@@ -271,7 +263,7 @@ def _colour(presence: Presence, step: int, members: Sequence[int]) -> int:
 
 
 def group_names(names: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Rows of a picture: one a parameter, or where these are too many one a module, as deep in the tree as fits."""
+    """The rows of a heat map, each with its parameters: one for each parameter, or submodule if these are too many."""
     rows: dict[str, list[int]] = {name: [i] for i, name in enumerate(names)}
     for depth in sorted({name.count(".") for name in names}, reverse=True):
         if len(rows) <= _MOST_ROWS:

@@ -1,18 +1,18 @@
-"""The record of one rank, by a clock that is compared with rank 0's, its JSON file, and its numbers.
+"""The record of one rank: its clock compared with rank 0's, its JSON file, and the numbers of its timeline.
 
 Kinds of spans:
 
-computes     forward, backward, optimizer; wait: nothing but waiting for messages
+computes     forward, backward, optimizer; wait: only waiting for messages
 engine       pack, encode, decode, write: this rank's own work for messages
-messages     mask, vote, bucket, gather: on their way
-parts        node: this rank's sums in the memory of its node; wire: what is under way between nodes
+messages     mask, vote, bucket, gather: under way
+parts        node: this rank adds up in the memory of its node; wire: messages under way between nodes
 
-Clocks are compared by ping-pong, and the fastest of several round trips counts:
+Clocks are compared by ping-pong; of several round trips the fastest counts:
 
     rank 0   sends at a                            receives at c
     rank r                reads its own clock: b
 
-Were both ways equally long, b were (a + c) / 2 by rank 0's clock; so the error is at most half of the round trip.
+If both ways take equally long, b is (a + c) / 2 by rank 0's clock. So the error is at most half of the round trip.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ _FORMAT = "ppe_ddp timeline, version 1"
 class ClockOffset:
     """The offset between this rank's clock and that of rank 0."""
 
-    # The same text on all ranks that were compared together, and on no others.
-    job: str = field(default_factory=lambda: uuid.uuid4().hex)
-    rank: int = 0  # this process in their group
-    world_size: int = 1  # the size of that group
-    offset_ns: int = 0  # what to subtract from this rank's times to get those of rank 0
-    error_ns: int = 0  # by how much that may be wrong
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # the same on all ranks of the group, and on no others
+    rank: int = 0
+    world_size: int = 1
+    offset_ns: int = 0  # subtracted from this rank's times it gives rank 0's
+    error_ns: int = 0  # the largest error of the offset
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
-    """Compare the clocks of all ranks of ``group`` with that of its rank 0; all of them must call this together."""
+    """Compare the clocks of all ranks of ``group`` with that of its rank 0; all must call this together."""
     rank, size, alone = dist.get_rank(group), dist.get_world_size(group), ClockOffset()
     if size == 1:
         return alone
@@ -107,18 +106,18 @@ class Presence:
     """The gradients that existed in the backwards of one module."""
 
     names: tuple[str, ...]  # the names of its parameters
-    # One text a backward, one character a parameter: "1" where this rank had the gradient.
+    # A text for each backward, with a character for each parameter: "1" if this rank had a gradient of it.
     local: list[str] = field(default_factory=list)
-    agreed: list[str] = field(default_factory=list)  # as ``local``, "1" where any rank had it
+    agreed: list[str] = field(default_factory=list)  # the same for all ranks: "1" if any had a gradient
 
 
 @dataclass(frozen=True)
 class RankRecord:
     """The record of one rank."""
 
-    clock: ClockOffset  # its rank, and the offset of its clock
+    clock: ClockOffset
     host: str
-    spans: list[Span]  # in order, by this rank's clock
+    spans: list[Span]  # in order of their begin, by this rank's clock
     backwards: list[tuple[int, int]]  # begin and end of each synchronized backward, by this rank's clock
     presence: list[Presence]  # one for each module
 
@@ -135,14 +134,14 @@ class RankRecord:
         return cls(clock, socket.gethostname(), spans, backwards, list(modules.values()))
 
     def on_one_clock(self) -> RankRecord:
-        """This record by the clock of rank 0."""
+        """This record with times by the clock of rank 0."""
         offset = self.clock.offset_ns
         spans = [span._replace(begin=span.begin - offset, end=span.end - offset) for span in self.spans]
         backwards = [(begin - offset, end - offset) for begin, end in self.backwards]
         return RankRecord(self.clock, self.host, spans, backwards, self.presence)
 
     def write(self, path: Path) -> None:
-        """Write it to ``path``, whole or not at all."""
+        """Write it to ``path``; a reader sees the whole file or none."""
         presence = [vars(one) for one in self.presence]
         content = {**vars(self), "format": _FORMAT, "clock": vars(self.clock), "presence": presence}
         temporary = path.with_suffix(".part")
@@ -151,7 +150,7 @@ class RankRecord:
 
     @classmethod
     def read(cls, path: Path) -> RankRecord:
-        """Read what :meth:`write` has written; ValueError where the file is something else."""
+        """Read what :meth:`write` has written; ValueError if the file is something else."""
         try:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:
@@ -187,10 +186,10 @@ def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
     for k, one in enumerate(record.buckets):
         begin, end = one.launch, one.done
         if not begin or not end:
-            continue  # its launch has raised
+            continue  # its launch raised an error
         name = f"{'late ' if record.repair else ''}{k}"
         packed, launched = max(begin, one.packed), one.launched
-        arrived = one.arrived or end  # not every transport tells
+        arrived = one.arrived or end  # some transports do not say when
         if record.plan.buckets[k].sparse:
             packed = max(packed, backward_at)  # sparse gradients are sent only then
         elif arrived == launched:
@@ -204,31 +203,31 @@ def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
 
 
 class Recording:
-    """A recording under way on this rank; until its ``clock`` is compared, the process counts as alone."""
+    """A recording under way on this rank; until clocks are compared, its ``clock`` is that of a single rank."""
 
     def __init__(self) -> None:
-        self.log = EventLog(self._on_groups)  # what the engine writes into
+        self.log = EventLog(self._on_groups)  # the engine writes to it
         self.clock, self._is_compared = ClockOffset(), False
-        self._steps: list[int] = []  # when they began; an optimizer may step inside of another's step
+        self._steps: list[int] = []  # begins of the steps under way: an optimizer may call another one's step
 
     def result(self) -> RankRecord:
         return RankRecord.of(self.log, self.clock)
 
     def compare_clocks(self, group: ProcessGroup) -> None:
-        """Compare with all ranks of ``group``, which call this together; only the first time."""
+        """Compare clocks with all ranks of ``group``, which call this together; later calls do nothing."""
         if not self._is_compared:
-            self.clock = measure_offset(group)
-            self._is_compared = True
+            self.clock, self._is_compared = measure_offset(group), True
 
     def _on_groups(self, groups: Groups) -> None:
-        if groups.world_size == dist.get_world_size():  # rank 0 of all ranks has the clock that counts
+        if groups.world_size == dist.get_world_size():  # the clock of global rank 0 counts
             self.compare_clocks(groups.control)
 
     def begin_step(self, *_: object) -> None:
-        """An optimizer begins its step; one inside of another's step is a part of that."""
+        """Note the begin of an optimizer's step."""
         self._steps.append(perf_counter_ns())
 
     def end_step(self, optimizer: object, *_: object) -> None:
+        """Record an optimizer's step, unless it is a part of another one's."""
         begin = self._steps.pop() if self._steps else perf_counter_ns()
         if not self._steps:
             self.log.add("optimizer", type(optimizer).__name__, begin)
@@ -236,7 +235,7 @@ class Recording:
 
 @contextmanager
 def record() -> Generator[Recording, None, None]:
-    """Record what this rank does inside, on all ranks together; raises where something is being recorded already."""
+    """Record what this rank does in the block, which all ranks enter together; UnusableError in another recording."""
     if EventLog.current is not None:
         raise UnusableError("a timeline is being recorded in this process already; end that one before")
     recording = Recording()
@@ -263,14 +262,14 @@ MESSAGES = ("mask", "vote", "bucket", "gather")
 PARTS = ("node", "wire")
 KINDS = COMPUTES + ENGINE + MESSAGES + PARTS
 
-_USUAL = 0.9
-_COUNTED = ("bucket", "gather")  # masks and votes are a few bytes, which are under way all the time
+_USUAL = 0.9  # the part of the steps that count; the longest were delayed by something else
+_COUNTED = ("bucket", "gather")  # masks and votes are only a few bytes, but under way for a long time
 
 Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals that cover what these cover, in order."""
+    """The union of intervals, as disjoint ones in order."""
     return [(span.begin, span.end) for span in merged(Span("", "", *one) for one in intervals) if span.end > span.begin]
 
 
@@ -290,7 +289,7 @@ def without(whole: Interval, parts: Iterable[Interval]) -> list[Interval]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Spans of one kind in order, those that overlap joined to one."""
+    """Spans of one kind in order; those that overlap are joined."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda one: one.begin):
         if joined and span.begin <= joined[-1].end:
@@ -302,7 +301,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """The spans in as few rows as keep those of a row from overlapping."""
+    """The spans in as few rows as possible; those of a row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda one: (one.begin, one.end)):
         row = next((row for row in rows if row[-1].end <= span.begin), None)
@@ -317,23 +316,20 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 
 @dataclass(frozen=True)
 class TimelineSummary:
-    """The numbers of a timeline."""
+    """The numbers of a timeline; times are means over ranks and steps, without the longest tenth of the steps."""
 
     ranks: int
-    backwards: int  # the most synchronized backwards of any rank
-    # The time from the end of one synchronized backward to the next; this and what follows are means over ranks and
-    # steps, without the longest tenth of these, where something else has kept a rank.
-    step_ms: float
-    under_way_ms: float  # the time in a step in which gradients or parameters were on their way
-    # The time in a step in which a rank did nothing but wait for messages, masks and votes among them.
-    waiting_ms: float
-    hidden: float | None  # the part of the time under way in which the rank computed; None where nothing was sent
-    clock_error_ms: float  # by how much the times of a rank may be wrong beside those of rank 0, at most
-    own_ms: dict[int, float]  # the time in a step in which each rank did not wait, by rank
+    backwards: int  # the number of synchronized backwards, the largest of any rank
+    step_ms: float  # from the end of a synchronized backward to the end of the next
+    under_way_ms: float  # the time in a step in which gradients or parameters were under way
+    waiting_ms: float  # the time in a step in which a rank only waited for messages, also for masks and votes
+    hidden: float | None  # the part of ``under_way_ms`` in which the rank computed; None if nothing was sent
+    clock_error_ms: float  # the largest error of a rank's clock
+    own_ms: dict[int, float]  # by rank, the median time in a step in which it did not wait
 
     @property
     def slow(self) -> dict[int, float]:
-        """The ranks that the others wait for, with the milliseconds a step that each takes longer than the median."""
+        """The ranks that the others wait for, each with its milliseconds a step beyond the median rank's."""
         usual = statistics.median_low(self.own_ms.values()) if self.own_ms else 0.0
         least = max(SLOW * usual, usual + LEAST_MS)
         return {rank: own - usual for rank, own in self.own_ms.items() if own > least}
@@ -345,12 +341,11 @@ class TimelineSummary:
         else:
             lines.append(f"{self.hidden:.0%} of the communication is hidden behind computation:")
             lines.append(f"messages are under way for {self.under_way_ms:.2f} ms of a step,")
-            lines.append(f"and a rank does nothing but wait for {self.waiting_ms:.2f} ms")
+            lines.append(f"and a rank only waits for {self.waiting_ms:.2f} ms")
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1:
-            lines.append("all ranks on the clock of rank 0, compared at the beginning;")
-            lines.append(f"wrong by {self.clock_error_ms:.3f} ms at most then")
+            lines.append(f"all ranks on the clock of rank 0, with an error of up to {self.clock_error_ms:.3f} ms")
         return "\n".join(lines)
 
 
@@ -364,7 +359,7 @@ class StepTimes(NamedTuple):
 
 
 def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
-    """The numbers of these ranks."""
+    """The numbers of a timeline of these ranks."""
     steps = sorted((step for one in records for step in step_times(one)), key=lambda step: step.duration)
     usual = steps[: math.ceil(_USUAL * len(steps))]
     total = StepTimes(*map(sum, zip(*usual, strict=True))) if usual else StepTimes(0, 0, 0, 0)
@@ -386,7 +381,7 @@ def _own_ms(one: RankRecord) -> float:
 
 
 def step_times(one: RankRecord) -> list[StepTimes]:
-    """From the end of one synchronized backward to that of the next; the first step is not like the others."""
+    """The times of each step, from the end of a synchronized backward to the end of the next; so not of the first."""
     waits, sent = (union((s.begin, s.end) for s in one.spans if s.kind in kinds) for kinds in (("wait",), _COUNTED))
     ends = [end for _, end in one.backwards]
     if len(ends) == 1:
@@ -394,13 +389,13 @@ def step_times(one: RankRecord) -> list[StepTimes]:
     times = []
     for begin, end in itertools.pairwise(ends):
         under_way, waiting = _inside((begin, end), sent), _inside((begin, end), waits)
-        hidden = length([*under_way, *waiting]) - length(waiting)  # under way, and nothing waits
+        hidden = length([*under_way, *waiting]) - length(waiting)  # under way while the rank does not wait
         times.append(StepTimes(end - begin, length(under_way), hidden, length(waiting)))
     return times
 
 
 def _inside(window: Interval, intervals: Sequence[Interval]) -> list[Interval]:
-    """The parts of disjoint intervals, which are in order, that lie in ``window``."""
+    """The parts in ``window`` of intervals that are disjoint and in order."""
     first = bisect_left(intervals, window[0], key=lambda interval: interval[1])
     last = bisect_left(intervals, window[1], key=lambda interval: interval[0])
     return [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals[first:last]]

@@ -1,4 +1,4 @@
-"""``timeline()``: every rank leaves its record in a folder, and the last makes files and pictures of all records."""
+"""``timeline()``: every rank writes its record into a folder; the last one makes files and pictures of all records."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     from ppe_ddp.tracing.rank_record import ClockOffset, Recording, TimelineSummary
 
 _NAMES = "rank-{}.json"
-# Readers of Chrome's format add up microseconds as floating-point numbers. Eighths are exact; with others, what begins
-# where something ends can seem to begin before that, and is hidden or dropped.
+# Readers of Chrome's format add up microseconds as floating-point numbers. Eighths are exact; with other fractions a
+# span can seem to begin before the end of the one before, and is hidden or dropped.
 _TICK_NS = 125
 
 
 @contextmanager
 def timeline(folder: str | os.PathLike[str], *, pictures: bool = True) -> Generator[None, None, None]:
-    """Record what this rank does inside, on all ranks together, and draw it.
+    """Record what each rank does in the block, and draw it. All ranks enter the block together.
 
-    What is recorded: forward, backward and optimizer; of each synchronized backward the mask, the vote and each bucket
-    (packed, encoded, under way, decoded); the all-gathers of a ``DistributedOptimizer``; and when a rank did nothing
-    but wait. The ranks compare their clocks as they enter, or where the first wrapper is made if no process group is
-    there yet. Every rank leaves a ``rank-N.json``; the last to leave makes of them
+    It records forward, backward and optimizer; in each synchronized backward the mask, the vote and each bucket
+    (packed, encoded, under way, decoded); the all-gathers of a ``DistributedOptimizer``; and when a rank only waits.
+    The ranks compare their clocks as they enter, or when the first wrapper is made if there is no process group yet.
+    Each rank writes a ``rank-N.json``. From these the last rank to leave makes
 
     - ``timeline.json`` for https://ui.perfetto.dev,
     - ``timeline.png``, one step of all ranks,
     - ``gradients.png``, which parameters had a gradient on which rank in which step,
     - ``summary.txt``, with the part of the communication that is hidden and the error of the clocks.
 
-    Where the ranks do not share a file system, bring their files into one folder, and call
-    ``python -m ppe_ddp timeline FOLDER``. Nothing is sent at the end, so that a rank may leave by an exception.
+    If the ranks do not share a file system, copy the records into one folder, and call
+    ``python -m ppe_ddp timeline FOLDER``. Nothing is sent at the end, so a rank may leave by an exception.
 
-    It costs a few microseconds a bucket, and no rank waits for another. Times are the host's: what a GPU does at which
-    time is for ``torch.profiler``. The newest 10,000 backwards are kept.
+    It costs a few microseconds a bucket. Times are those of the host; for a GPU's use ``torch.profiler``. The newest
+    10,000 backwards are kept.
 
     Args:
-        folder: Made if there is none. Files of an earlier recording are replaced.
-        pictures: Whether to draw pictures, which needs matplotlib.
+        folder: Made if it does not exist. Files of an earlier recording are replaced.
+        pictures: Draw pictures, which needs matplotlib.
 
     Raises:
-        ImportError: At entry, where pictures are wanted and matplotlib is not installed.
-        RuntimeError: There is a timeline already in this process.
+        ImportError: At entry, if ``pictures`` is True and matplotlib is not installed.
+        UnusableError: A timeline is being recorded in this process already.
     """
     if pictures:
         check_pictures()
@@ -67,7 +67,7 @@ def timeline(folder: str | os.PathLike[str], *, pictures: bool = True) -> Genera
 
 
 def check_pictures() -> None:
-    """Raise ImportError where pictures cannot be drawn, and name the extra to install."""
+    """Raise ImportError, which names the extra to install, if pictures cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError(
             'pictures of a timeline need matplotlib: pip install "ppe-ddp[pictures]", or pass pictures=False '
@@ -76,19 +76,19 @@ def check_pictures() -> None:
 
 
 def _draw_if_last(folder: Path, clock: ClockOffset, *, pictures: bool) -> None:
-    """Draw, if all ranks have written. Two that finish at the same moment may both do so, and write the same."""
+    """Draw if all ranks have written. Two ranks that finish at the same moment may both draw the same."""
     records = []
     for rank in range(clock.world_size):
         try:
             records.append(RankRecord.read(folder / _NAMES.format(rank)))
-        except (FileNotFoundError, ValueError):  # this rank has not written yet, or left a file of another version
+        except (FileNotFoundError, ValueError):  # not written yet, or a file of another version
             return
-    if all(one.clock.job == clock.job for one in records):  # and none is what an earlier job has left
+    if all(one.clock.job == clock.job for one in records):  # none is left from an earlier job
         draw(folder, records, pictures=pictures)
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """The records in ``folder`` of the ranks of one job; ValueError where there are none, or some of another job."""
+    """The records of all ranks of a job, from ``folder``; ValueError if some are missing or of another job."""
     records = [RankRecord.read(path) for path in sorted(folder.glob(_NAMES.format("*")))]
     if not records:
         raise ValueError(f"{folder} has no file rank-0.json: no timeline was recorded there")
@@ -103,7 +103,7 @@ def read_records(folder: Path) -> list[RankRecord]:
 
 
 def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> TimelineSummary:
-    """Make files and pictures in ``folder`` of the records of all ranks."""
+    """Make files and pictures in ``folder`` from the records of all ranks; returns the numbers."""
     records = [one.on_one_clock() for one in records]
     summary = summarize(records)
     write_chrome_trace(records, folder / "timeline.json")
@@ -120,7 +120,7 @@ def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> Time
 
 
 def write_chrome_trace(records: Sequence[RankRecord], path: Path) -> None:
-    """Write a file that https://ui.perfetto.dev and chrome://tracing open; the records are by one clock."""
+    """Write a file for https://ui.perfetto.dev and chrome://tracing; the records have one clock."""
     first = min((span.begin for one in records for span in one.spans), default=0)
     content = {
         "traceEvents": [event for one in records for event in _events(one, first)],
@@ -131,12 +131,12 @@ def write_chrome_trace(records: Sequence[RankRecord], path: Path) -> None:
 
 
 def _events(one: RankRecord, first: int) -> Iterator[dict[str, Any]]:
-    """The events of a rank, each row of them a thread."""
+    """The events of a rank; each row is a thread of the trace."""
 
     def of(*kinds: str) -> list[Span]:
         return [span for span in one.spans if span.kind in kinds]
 
-    # Events of one thread must lie inside of one another, which waits in a forward do, and messages do not.
+    # Events of one thread must be nested or apart. Waits lie inside of a forward or backward; messages overlap.
     rows = [("computes", of(*COMPUTES)), ("engine", of(*ENGINE))]
     for name, kinds in (("messages", MESSAGES), ("in the node", ("node",)), ("on the wire", ("wire",))):
         rows += [(f"{name} {k}", row) for k, row in enumerate(lanes(of(*kinds)))]

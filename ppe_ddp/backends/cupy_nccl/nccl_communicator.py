@@ -1,11 +1,11 @@
-"""NCCL communicators of one group, each with the stream that it works on, and the collectives in terms of its calls.
+"""NCCL communicators of one group, and the collectives as calls of NCCL.
 
-Streams: a communicator works on a stream of its own. That stream waits for what the caller's stream has been given so
-far (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. The memory of the caller's
-tensors is not reused before NCCL is through with it (`CudaDevice.record_stream`), even where the caller drops them.
-Temporary memory is allocated and freed on the communicator's stream.
+Each communicator works on a stream of its own. That stream waits for the work that the caller's stream has at the time
+of the call (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. If the caller drops a
+tensor, its memory is not reused before NCCL has finished with it (`CudaDevice.record_stream`). Temporary memory is
+allocated and freed on the communicator's stream.
 
-Also the border to CuPy: what NCCL reports becomes this library's errors here.
+NCCL's errors become this library's here.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 class Members(NamedTuple):
     """The ranks that a communicator connects."""
 
-    purpose: str  # "collectives" or "messages": the same ranks may have one for each
-    ranks: tuple[int, ...]  # ranks of the group, in the communicator's order; for messages the sender and the receiver
+    purpose: str  # "collectives" or "messages", which have communicators of their own
+    ranks: tuple[int, ...]  # ranks of the group, in the communicator's order; for messages sender and receiver
 
 
 class Communicator:
-    """The communicator of some ranks on the device of number ``index``, connected when first used, and its stream."""
+    """The communicator of some ranks on device number ``index``, and its stream; connected when first used."""
 
     def __init__(self, device: CudaDevice, index: int, members: Members) -> None:
         self.index = index
         self.members = members
         self.stream = device.make_stream(index)
-        self.nccl: Any = None  # ``cupy.cuda.nccl.NcclCommunicator``; None before it is connected, and after its end
+        self.nccl: Any = None  # ``cupy.cuda.nccl.NcclCommunicator``; None while it is not connected
         self._device = device
 
     def wait_for_caller(self, tensors: Iterable[Tensor]) -> None:
-        """Let the stream wait for what the caller's stream has now, and hold the memory of the caller's tensors."""
+        """Let the stream wait for the present work of the caller's stream, and hold the memory of the tensors."""
         self.stream.wait_event(self._device.current_stream(self.index).record_event())
         for tensor in tensors:
             self._device.record_stream(tensor, self.stream)
@@ -67,26 +67,26 @@ class Communicators:
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        """What CuPy has connected."""
+        """CuPy's communicators, of those that are connected."""
         return iter([communicator.nccl for communicator in list(self._all.values()) if communicator.nccl is not None])
 
     def of(self, index: int, members: Members) -> Communicator:
-        """Return the communicator of these ranks on the device of that number; it may not be connected yet."""
+        """The communicator of these ranks on device number ``index``; it may not be connected yet."""
         communicator = self._all.get((index, members))
         if communicator is None:
             communicator = self._all[index, members] = Communicator(self._device, index, members)
         return communicator
 
     def connect(self, communicators: Iterable[Communicator]) -> None:
-        """Connect those that are not connected yet, which their ranks must do together, not inside a group of calls.
+        """Connect those that are not connected yet; their ranks must do so together, outside of a group of calls.
 
-        Raises CommunicationError where a rank did not come in time, NCCL could not connect them, or all communicators
-        were ended, by the watchdog perhaps while this call was on its way.
+        CommunicationError if a rank did not come in time, NCCL could not connect them, or all communicators were ended,
+        such as by the watchdog during this call.
         """
         missing = {(one.index, one.members) for one in communicators if one.nccl is None}
-        # Those two ranks may next meet with a message the other way, in the other order.
+        # Both directions at once, as the two ranks might need the other one in another order.
         missing |= {(index, one._replace(ranks=one.ranks[::-1])) for index, one in missing if one.purpose == "messages"}
-        # In one order on all ranks, or two would wait for each other.
+        # In the same order on all ranks, or two would wait for each other.
         for index, members in sorted(missing, key=lambda one: (one[1].purpose, sorted(one[1].ranks), one)):
             communicator = self.of(index, members)
             if self._ended:
@@ -96,7 +96,7 @@ class Communicators:
                     communicator.nccl = self._connect(members)
 
     def call(self, parts: Sequence[tuple[Communicator, PreparedCalls]]) -> None:
-        """Give all calls of some parts to NCCL, as one group where they are several: none waits for another."""
+        """Give all calls of some parts to NCCL, several as one group, in which none waits for another."""
         calls = [(communicator, *call) for communicator, part in parts for call in part.calls]
         with self._grouped() if len(calls) > 1 else contextlib.nullcontext():
             for communicator, name, tensors, numbers in calls:
@@ -123,19 +123,16 @@ class Communicators:
 
     @contextlib.contextmanager
     def translated_errors(self, what: str) -> Iterator[None]:
-        """Make an error of NCCL in ``what``, which begins with who and where, one of this library's."""
+        """Raise CommunicationError for an error of NCCL; ``what`` has failed, by which the message begins."""
         try:
             yield
-        # CuPy has no name for NCCL's newer errors, and fails with KeyError while it looks for one.
+        # CuPy raises KeyError for errors of NCCL that it does not know.
         except (self._library.NcclError, KeyError) as error:
             reason = f"error {error}" if isinstance(error, KeyError) else str(error)
             raise CommunicationError(f"{what} over NCCL failed: {reason}") from error
 
     def end(self, *, orderly: bool) -> None:
-        """Give all communicators back to NCCL, for good.
-
-        ``orderly`` where all ranks do it and nothing is on its way; otherwise what is on its way is broken off.
-        """
+        """End all communicators: ``orderly`` if all ranks do so with nothing under way; otherwise abort."""
         self._ended = True
         for communicator in list(self._all.values()):
             nccl = communicator.nccl
@@ -146,7 +143,7 @@ class Communicators:
 
     def _connect(self, members: Members) -> Any:
         ranks = members.ranks
-        # One rank's second device meets the others' second ones.
+        # A second device of this rank connects to the second devices of the others.
         turn = self._turns[members] = self._turns.get(members, 0) + 1
         key = f"cupy_nccl/{members.purpose}/{'-'.join(map(str, ranks))}/{turn}"
         with self.translated_errors(f"{self._place}: connecting ranks {list(ranks)}"):
@@ -172,9 +169,9 @@ class Communicators:
 
 
 class PreparedCalls:
-    """What one collective or message asks of NCCL, and the copies that bring the results to where the user wants them.
+    """The calls of NCCL for one collective or message, and the copies of the results to the user's tensors.
 
-    Made and finished on the communicator's stream; what is made of several collectives can be called as one group.
+    Made and finished on the communicator's stream. The calls of several can be given to NCCL as one group.
     """
 
     def __init__(self) -> None:
@@ -183,7 +180,7 @@ class PreparedCalls:
         self.copies: list[tuple[Tensor, Tensor]] = []
 
     def output(self, tensor: Tensor) -> Tensor:
-        """Return memory of a tensor's size that NCCL can write: its own where possible."""
+        """Memory of the tensor's size that NCCL can write: its own if possible, else a copy is added."""
         if _is_addressable(tensor):
             return tensor.detach()
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -191,7 +188,7 @@ class PreparedCalls:
         return memory
 
     def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
-        """Add a call, unless it is of no elements."""
+        """Add a call, unless ``count`` is 0."""
         if count:
             self.calls.append((name, tensors, (count, *numbers)))
         return self
@@ -205,7 +202,7 @@ class PreparedCalls:
         return self.call("recv", (target,), target.nbytes, BYTE, peer)
 
     def exchange(self, sources: Iterable[Tensor], targets: Iterable[Tensor]) -> PreparedCalls:
-        """Add the sending of the i-th source to rank i, and the receiving of the i-th target from it."""
+        """Send source i to rank i, and receive target i from it."""
         for peer, tensor in enumerate(sources):
             self.send(tensor, peer)
         for peer, tensor in enumerate(targets):
@@ -218,10 +215,10 @@ class PreparedCalls:
 
 
 class NcclCollectives:
-    """All collectives of a group; as those of :class:`~ppe_ddp.backends.collectives.Collectives`.
+    """All collectives of a group, with the arguments of :class:`~ppe_ddp.backends.collectives.Collectives`.
 
-    Tensors may be non-contiguous and empty; those of one collective are on one device. Everything that can be checked
-    on this rank alone is checked. Sizes and dtypes must agree between the ranks; NCCL does not check it.
+    Tensors may be non-contiguous and empty; those of one collective are on one device. This rank's own arguments are
+    checked. Sizes and dtypes must be the same on all ranks; NCCL does not check that.
 
     Raises from any collective:
         TypeError: NCCL has no such reduction, or the tensors are sparse or of different dtypes.
@@ -264,7 +261,7 @@ class NcclCollectives:
         part = PreparedCalls()
         for root, output in enumerate(outputs):
             target = part.output(output)
-            # Only the sender's own is read, and it goes to all, this rank's output among them.
+            # Only the sender's source is read. It goes to all ranks, also to its own output.
             source = _readable(tensor) if root == self.rank else target
             part.call("broadcast", (source, target), target.nbytes, BYTE, root)
         return part
@@ -310,21 +307,21 @@ class NcclCollectives:
         return PreparedCalls().exchange(tensors if self.rank == root else (), ()).receive(output, root)
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
-        """Memory whose numbers NCCL can reduce, how many they are, their datatype, and NCCL's operation."""
+        """Memory that NCCL can reduce, the number of elements, and NCCL's numbers of datatype and operation."""
         datatype, itemsize, kind = reduction_of(tensor.dtype, op.op)
         source = _readable(tensor)
         return source, source.nbytes // itemsize, datatype, kind
 
 
 def _is_addressable(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is its elements in order."""
+    """Whether a tensor's elements are in memory as they are, in row-major order."""
     if tensor.layout is not torch.strided:
         raise TypeError(f"NCCL has no collectives for {tensor.layout} tensors; use to_dense()")
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """The tensor itself where NCCL can read its memory, else a copy."""
+    """The tensor itself if NCCL can read its memory, else a copy."""
     if _is_addressable(tensor):
         return tensor.detach()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())

@@ -1,8 +1,7 @@
-"""A process group of torch.distributed over CuPy's NCCL: backend name ``cupy_nccl``, for CUDA tensors.
+"""The backend ``cupy_nccl``: a process group of torch.distributed over CuPy's NCCL, for CUDA tensors.
 
-torch's side of it: how calls get onto the streams, together or one by one, the Work for what is on its way there, and
-the watchdog that ends what never ends. Tensors on the CPU go to a group over gloo beside it, so that ``"cupy_nccl"``
-does what ``"cpu:gloo,cuda:cupy_nccl"`` does.
+It launches calls on streams, one by one or coalesced; its Works wait for them; and its watchdog ends calls that hang.
+Tensors on the CPU go to a gloo group beside it, so that ``"cupy_nccl"`` is the same as ``"cpu:gloo,cuda:cupy_nccl"``.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ _PATIENCE_SECONDS = 1.0
 
 
 def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
-    """Make the group that torch gets: NCCL for CUDA tensors, gloo for those on the CPU."""
+    """Make the group for torch: NCCL for CUDA tensors, gloo for those on the CPU."""
     makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: group_over("gloo", arguments)}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
 
 
 class NcclGroup(CollectiveGroup):
-    """A group over NCCL communicators, one for each device that its tensors are on.
+    """A group over NCCL communicators, one for each device of its tensors.
 
-    Calls return when NCCL has taken them; they happen on a stream that waits for the caller's current stream, and
-    ``Work.wait()`` lets the caller's stream wait for them. All ranks make the same collectives in the same order, with
-    the same sizes and dtypes. Where they differ, NCCL waits, until the group's timeout, or computes wrong numbers.
+    Calls return when NCCL has taken them. They run on a stream that waits for the caller's current stream, and
+    ``Work.wait()`` lets the caller's stream wait for them. All ranks must make the same collectives in the same order,
+    with the same sizes and dtypes; otherwise NCCL waits until the group's timeout, or computes wrong numbers.
 
-    A message between two ranks is on a communicator and a stream of those two, one for each direction, so that
-    messages and collectives do not wait for one another. The first between two ranks leaves at its ``wait()``, or at
-    the next collective, since both must be there to connect; later ones leave at once. Tags are not looked at.
+    Messages between two ranks have a communicator and a stream for each direction, so that messages and collectives do
+    not wait for each other. Both ranks must be there to connect, so the first message between them is sent in its
+    ``wait()``, or by the next collective; later ones are sent at once. Tags are ignored.
 
     Raises from any collective:
         CommunicationError: NCCL reports an error, a rank did not come, or an earlier call did not end in time.
@@ -81,7 +80,7 @@ class NcclGroup(CollectiveGroup):
         self._watchdog = Watchdog(self._communicators, self._place, seconds, self._lock)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:  # type: ignore[override]
-        """Wait until every rank is here and this one's current stream has come so far; the host waits."""
+        """Wait, on the host, until all ranks have come here and this one's current stream has finished its work."""
         ids = getattr(opts, "device_ids", None)
         index = ids[0] if ids else self._device.current()
         with self._device.make_current(index):
@@ -89,25 +88,25 @@ class NcclGroup(CollectiveGroup):
         return self._run("barrier", self._over.all_reduce, [(sign, SUM)], None, blocks=True)
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
-        """Start to send one tensor; complete when the tensor may be changed again."""
+        """Send one tensor; complete when the tensor may be changed again."""
         return self._message(f"send to rank {peer}", tensors, (self.rank(), peer))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
         return self._message(f"receive from rank {peer}", tensors, (peer, self.rank()))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
-        """Refused: a receiver over NCCL has to know its sender."""
+        """Refuse, as NCCL cannot receive from an unknown sender."""
         raise ValueError(f"{self._place}: NCCL cannot receive from any rank; name the sender: recv(tensor, src)")
 
     def shutdown(self) -> None:
-        """Wait for what is on its way, and give the communicators back to NCCL; every rank of the group calls it."""
+        """Wait for calls under way, and end the communicators; all ranks call it together."""
         with self._lock:
             self._watchdog.drain()
             self._watchdog.close()
             self._communicators.end(orderly=True)
 
     def abort(self) -> None:
-        """Close the group without talking to the other ranks; what is on its way is broken off."""
+        """Close the group without the other ranks, and abort calls under way."""
         self._watchdog.close()
         self._communicators.end(orderly=False)
 
@@ -135,7 +134,7 @@ class NcclGroup(CollectiveGroup):
         members: Members | None = None,
         source: int = -1,
     ) -> Work:
-        """Give ``call`` of each of ``rows`` to NCCL, as a collective of all, or a message between two ``members``."""
+        """Launch ``call(*row)`` for each of ``rows``, as a collective of all ranks or a message between ``members``."""
         rows = list(rows)
         tensors = list(tensors_in(rows))
         with self._lock:
@@ -148,7 +147,7 @@ class NcclGroup(CollectiveGroup):
             with self._device.use_stream(communicator.stream):
                 operation.parts += [(communicator, call(*row)) for row in rows]
             if members is not None and communicator.nccl is None and operation is not self._coalesced:
-                # Connecting waits for the other rank, which may have to come by way of a third that waits for this one.
+                # Connecting now could deadlock: the other rank may be waiting for a third, and that one for this rank.
                 operation.launch = self._launch_posted
                 self._posted.append(operation)
             elif operation is not self._coalesced:
@@ -190,7 +189,7 @@ class NcclGroup(CollectiveGroup):
                 self._launch(posted)
 
     def _launch(self, operations: Sequence[NcclOperation]) -> None:
-        """Give all calls of some operations to NCCL, as one group where they are several."""
+        """Give all calls of some operations to NCCL, several as one group."""
         parts = [part for operation in operations for part in operation.parts]
         try:
             with self._communicators.translated_errors(operations[0].what):
@@ -202,7 +201,7 @@ class NcclGroup(CollectiveGroup):
             for operation in operations:
                 self._watchdog.forget(operation)
                 operation.fail(error)
-            # What the watchdog has broken off fails in NCCL's words, which tell less.
+            # The watchdog's own error says more than NCCL's for a call that it has aborted.
             self._watchdog.check_failed()
             raise
         for operation in operations:
@@ -217,35 +216,33 @@ class NcclOperation:
 
     def __init__(self, what: str, check: Callable[[], None]) -> None:
         self.what = what
-        # What is to be called, on which communicators; empty once it was.
-        self.parts: list[tuple[Communicator, PreparedCalls]] = []
-        self.events: list[tuple[Any, Any]] = []  # the streams that it is on, each with the event behind it
-        # Gives it to NCCL before that would happen by itself; None where that is not left to the Work.
-        self.launch: Callable[[], None] | None = None
-        self.since = 0.0  # when it was given to NCCL
+        self.parts: list[tuple[Communicator, PreparedCalls]] = []  # the calls; empty after the launch
+        self.events: list[tuple[Any, Any]] = []  # its streams, each with the event at its end
+        self.launch: Callable[[], None] | None = None  # launches it early, if it is a message that waits for that
+        self.since = 0.0  # the time of the launch
         self._check_group = check
         self._launched = False
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Launch it, if it was not launched yet and this thread may do so."""
+        """Launch it, if it is a message that is not launched yet."""
         if not self._launched and self._error is None and self.launch is not None:
             self.launch()
 
     def note_launched(self) -> None:
-        """Note that NCCL has it: record the events, and drop the memory, which streams may then reuse."""
+        """Note that NCCL has it: record the events, and drop the memory, which the streams may then reuse."""
         streams = dict.fromkeys(communicator.stream for communicator, _ in self.parts)
         self.events = [(stream, stream.record_event()) for stream in streams]
         self.parts = []
         self._launched = True
 
     def fail(self, error: BaseException) -> None:
-        """Note that NCCL has refused it, or that a rank did not come to connect: :meth:`check` raises from now on."""
+        """Note that it could not be launched; from now on :meth:`check` raises."""
         self.parts = []
         self._error = error
 
     def check(self) -> None:
-        """Raise if the group has failed, or could not launch this; a new error each time, with its own traceback."""
+        """Raise a new error if the group has failed, or this could not be launched."""
         self._check_group()
         if self._error is not None:
             raise CommunicationError(str(self._error)) from self._error
@@ -255,11 +252,15 @@ class NcclOperation:
 
 
 class NcclWork(PythonWork):
-    """A collective or message on its way on the device.
+    """A collective or message under way on the device.
 
     Args:
-        blocks: ``wait()`` keeps the host until it is over, as a barrier does.
-        source: Whom a message comes from, as a rank of the group; -1 for anything else.
+        operation: Its calls.
+        device: CUDA's interface.
+        index: The number of the device.
+        result: What ``result()`` returns.
+        blocks: ``wait()`` blocks the host, as for a barrier.
+        source: The sender of a received message, as a rank of the group; otherwise -1.
     """
 
     def __init__(
@@ -282,9 +283,9 @@ class NcclWork(PythonWork):
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the caller's current stream wait; the host does so after a barrier, and for a positive ``timeout``.
+        """Let the caller's current stream wait; after a barrier, or with a positive ``timeout``, the host waits, too.
 
-        CommunicationError where the group has failed, it could not be launched, or the time is over.
+        CommunicationError if the group has failed, this could not be launched, or the time is over.
         """
         self._operation.start()
         self._operation.check()
@@ -297,7 +298,7 @@ class NcclWork(PythonWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the device is through with it, or it has failed; never waits for the device."""
+        """Whether the device has finished it, or it has failed; does not wait."""
         self._operation.start()
         return self.exception() is not None or self._operation.done()
 
@@ -312,18 +313,18 @@ class NcclWork(PythonWork):
         return None
 
     def source_rank(self) -> int:
-        """Who sent it, as a rank of the group; -1 for what is no received message."""
+        """The sender of a received message, as a rank of the group; otherwise -1."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """A Future of ``result()``: whoever waits for it, or goes on from it, does so in stream order."""
+        """A Future of ``result()``; ``wait()`` and ``then()`` let the current stream wait, not the host."""
         if self._future is None:
             self._operation.start()
             self._operation.check()
             future = self._device.future(self._index)
-            # A Future takes the point of the stream that is current while it is set.
+            # A Future records an event on the current stream when it is set.
             stream = self._operation.events[0][0]
             for _, event in self._operation.events[1:]:
                 stream.wait_event(event)
@@ -342,15 +343,18 @@ class NcclWork(PythonWork):
 
 
 class Watchdog:
-    """The operations of one group that are on their way, and its failure, if it has failed.
+    """Watches the operations of one group that are under way, and fails the group if one hangs.
 
-    NCCL waits for ever, on the device, while the host goes on; so a thread looks for asynchronous errors of NCCL, and
-    for calls that have taken longer than the timeout. Either breaks off the group's communicators, so that the device
-    goes on, with wrong numbers; from then on every call and every ``wait()`` of the group raises. Not guaranteed: that
-    no step is computed with those numbers in between.
+    NCCL has no timeout: it waits on the device, while the host goes on. So a thread looks for asynchronous errors of
+    NCCL, and for calls that take longer than the timeout. If there is one, it aborts the group's communicators. The
+    device then goes on with wrong numbers, and every later call and ``wait()`` of the group raises. It is not
+    guaranteed that no step is computed with these numbers in between.
 
     Args:
-        calls: Held by whoever is about to call NCCL.
+        communicators: Those of the group.
+        place: The rank and the group, for errors.
+        timeout: Seconds.
+        calls: The lock that is held while NCCL is called.
     """
 
     def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:
@@ -365,20 +369,20 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Raise CommunicationError if the group has failed, UnusableError if it was destroyed."""
+        """Raise CommunicationError if the group has failed, and UnusableError if it was destroyed."""
         self.check_failed()
         if self._closed.is_set():
             raise UnusableError(f"{self._place}: a call on a process group that was destroyed")
 
     def check_failed(self) -> None:
-        """Raise if the group has failed; what was on its way when it was destroyed is well."""
+        """Raise CommunicationError if the group has failed."""
         if self._error is not None:
-            # A new one each time: an exception collects the tracebacks of all who raise it.
+            # A new one each time, as an exception keeps the traceback of each raise.
             raise CommunicationError(str(self._error)) from self._error
 
     def watch(self, operation: NcclOperation) -> None:
-        """Add an operation that is about to be given to NCCL, whose calls may wait for the other ranks, too."""
-        # Only here and when one is late: a query from another thread would spoil a graph that is being captured.
+        """Add an operation that is about to be launched; NCCL's calls may wait for other ranks, too."""
+        # The thread does not query events unless one is late, as that would break a graph that is being captured.
         while self._operations and self._operations[0].done():
             self._operations.popleft()
         operation.since = time.monotonic()
@@ -389,12 +393,12 @@ class Watchdog:
             self._thread.start()
 
     def forget(self, operation: NcclOperation) -> None:
-        """Remove an operation that NCCL has refused, if it was added."""
+        """Remove an operation that could not be launched."""
         with suppress(ValueError):
             self._operations.remove(operation)
 
     def drain(self) -> None:
-        """Wait on the host until nothing is on its way; not in a group that has failed or was closed."""
+        """Wait on the host until nothing is under way, or the group has failed or was closed."""
 
         def is_over() -> bool:
             is_done = all(operation.done() for operation in list(self._operations))
@@ -404,12 +408,12 @@ class Watchdog:
         self._operations.clear()
 
     def close(self) -> None:
-        """End the watch: every later call raises, and the communicators are not looked at any more."""
+        """End the watch: later calls raise, and the thread ends."""
         with self._looking:
             self._closed.set()
 
     def poll(self) -> None:
-        """Check the operations once; fail the group if one has failed or takes too long."""
+        """Look once for errors and late operations; if there is one, fail the group."""
         with self._looking:
             if self._closed.is_set() or self._error is not None:
                 return
@@ -431,9 +435,9 @@ class Watchdog:
                 )
 
     def _fail(self, error: CommunicationError) -> None:
-        # Before the abort, which lets those go on who wait on the host.
+        # Before the abort, after which those who wait on the host go on.
         self._error = error
-        # An abort frees what a call from another thread is using: only a call that hangs is not waited for.
+        # An abort frees memory that a call of another thread may be using, so it waits for the call unless that hangs.
         held = self._calls.acquire(timeout=_PATIENCE_SECONDS)
         try:
             self._communicators.end(orderly=False)

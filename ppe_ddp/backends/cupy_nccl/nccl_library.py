@@ -1,8 +1,8 @@
-"""NCCL: the library that torch calls and CuPy's, and NCCL's numbers for torch's dtypes and reductions.
+"""NCCL: loads CuPy's, tells the versions of torch's and CuPy's, and has NCCL's numbers for dtypes and reductions.
 
-The numbers stand here because no CuPy has names for float8, and older ones have none for bfloat16 and the average.
-What `torch.cuda.nccl.version()` tells is the version that torch was compiled with. The library that is loaded may be a
-newer one: pip lets users upgrade it apart from torch, for example to let ranks share a GPU.
+CuPy has no names for float8, and older ones have none for bfloat16 and the average. `torch.cuda.nccl.version()` is the
+version that torch was compiled with; the loaded library may be newer, as pip can upgrade it without torch, for example
+to let ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.distributed import ReduceOp
 from ppe_ddp.errors import UnusableError
 
 SHARE_DEVICES = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""The variable that lets several ranks share a GPU, where it is 1."""
+"""The environment variable that lets several ranks share a GPU if it is 1; experimental."""
 
 NCCL_OF_SHARED_DEVICES = 23000
-"""The first version that knows it; experimental."""
+"""The first version of NCCL that reads it."""
 
 BYTE = 1
-"""NCCL's number of uint8: what is moved and not computed with goes as bytes."""
+"""NCCL's number of uint8, as which all is sent that is not reduced."""
 
 # ncclDataType_t; float8 came with NCCL 2.24, and torch 2.9 with 2.27.
 _DATATYPES = {
@@ -57,11 +57,11 @@ _BOOL_OPS = dict.fromkeys((_Kind.SUM, _Kind.MAX, _Kind.BOR), _MAX) | dict.fromke
 
 
 def load_nccl() -> Any:
-    """Load ``cupy.cuda.nccl``; torch has been imported before, so that CuPy finds torch's NCCL.
+    """Load ``cupy.cuda.nccl``, which finds torch's NCCL, as torch was imported before.
 
     Raises:
         ImportError: CuPy is not installed, or finds no NCCL; the message names the extra to install.
-        UnusableError: There is no CUDA device here.
+        UnusableError: There is no CUDA device.
     """
     extra = "cupy12" if (torch.version.cuda or "").startswith("12") else "cupy13"
     install = f'pip install "ppe-ddp[{extra}]"'
@@ -97,7 +97,7 @@ def load_nccl() -> Any:
 
 @functools.cache
 def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
-    """NCCL's numbers for a reduction (``ReduceOp.op``) of a dtype: its datatype, that one's bytes, its operation."""
+    """NCCL's datatype, the bytes of an element, and NCCL's operation, for a reduction (``ReduceOp.op``) of a dtype."""
     op = (_BOOL_OPS if dtype is torch.bool else _OPS).get(kind)
     sums = kind in (_Kind.SUM, _Kind.AVG)
     view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if sums else dtype
@@ -107,7 +107,7 @@ def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
 
 
 def torch_nccl() -> int | None:
-    """The NCCL that torch calls (22707), or None; to be asked before CuPy is imported, which may load another one."""
+    """The version of torch's NCCL, such as 22707, or None; call it before importing CuPy, which may load another."""
     if not dist.is_nccl_available():
         return None
     files = loaded_files()
@@ -121,13 +121,13 @@ def torch_nccl() -> int | None:
 
 
 def torch_nccl_text() -> str | None:
-    """:func:`torch_nccl` as people write it; None where torch has none."""
+    """:func:`torch_nccl` as text, such as 2.27.7; None without NCCL."""
     number = torch_nccl()
     return None if number is None else version_text(number)
 
 
 def loaded_files() -> tuple[str, ...]:
-    """The libnccl files that this process has loaded; none where NCCL is a part of torch itself."""
+    """The libnccl files that this process has loaded; none if NCCL is linked into torch."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -136,5 +136,5 @@ def loaded_files() -> tuple[str, ...]:
 
 
 def version_text(number: int) -> str:
-    """NCCL's number of a version as people write it: 22707 is 2.27.7."""
+    """NCCL's version number as text: 22707 is 2.27.7."""
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
