@@ -33,7 +33,7 @@ OPENMPI := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 ON_NODES := laws conformance megatron_parallel weighing drift stragglers
 
 .DEFAULT_GOAL := help
-.PHONY: help setup seeds test test-long test-nodes test-faults test-kills soak test-openmpi test-torch test-integrations test-gpu check docs pictures format demo bench clean
+.PHONY: help setup seeds test test-long test-nodes test-faults test-kills soak test-openmpi test-torch test-newest test-integrations test-gpu check docs pictures format demo bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -79,6 +79,19 @@ test-openmpi: ## Run the tests of MPI over Open MPI, in .venv-openmpi
 test-torch: ## Run the tests on another torch, in .venv-torch-VERSION (TORCH=2.15.0)
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(VERSION) TORCH=torch==$(VERSION) EXTRAS=dev,examples,mpi
 
+# Without the 5 GB that torch for CUDA wants: tests on CPUs need one of its libraries, and stand-ins for the others.
+NEWEST ?= 2.15.0
+LAWS := .venv-laws-$(NEWEST)
+
+test-newest: setup ## Run the laws on the newest torch, in .venv-laws-VERSION, which has 1 GB (NEWEST=2.15.0)
+	@$(BIN) -m venv --clear --without-pip $(LAWS)
+	@$(BIN) -m pip --python $(LAWS)/bin/python install --quiet --disable-pip-version-check --no-compile --no-deps \
+	    torch==$(NEWEST) nvidia-cuda-runtime
+	@$(BIN) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$($(LAWS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	@$(LAWS)/bin/python tests/cuda_stand_ins.py $(LAWS)/lib/python*/site-packages/torch/lib
+	@OMP_NUM_THREADS=1 $(LAWS)/bin/python -m pytest -n 2 --dist loadfile tests/test_laws.py tests/test_conformance.py $(ARGS)
+
 test-integrations: ## Run the tests of every integration, in .venv-integrations with Ray
 	@$(MAKE) --no-print-directory setup VENV=.venv-integrations EXTRAS=dev,examples,mpi,integrations
 	@OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest --long -rs $(ARGS) tests/test_lightning.py \
@@ -123,7 +136,7 @@ bench: setup ## Measure a training step beside torch DDP's
 	@$(RUN) -m ppe_ddp bench step $(ARGS)
 
 clean: ## Remove .venv and everything that tools left
-	rm -rf .venv .venv-openmpi .venv-integrations .venv-gpu-* .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-openmpi .venv-integrations .venv-gpu-* .venv-torch-* .venv-laws-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A virtual environment whose Python is gone or does not start is made anew; a good one is kept.

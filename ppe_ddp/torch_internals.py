@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Subclass = TypeVar("_Subclass", bound=Tensor)
 
-_TRIED = ("2.9", "2.10", "2.13", "2.15")
+_TRIED = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def tried_versions() -> str:
@@ -151,7 +151,7 @@ def version_of(tensor: Tensor) -> int:
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of ``flat``, one after another, row-major, in the shapes of ``like``; in half the time of ``view()``."""
     views = list(torch._C._nn.unflatten_dense_tensors(flat, list(like)))
-    if not all(map(Tensor.numel, views)):  # an empty one is (0,), whatever its shape, before torch 2.10
+    if not all(map(Tensor.numel, views)):  # an empty one is a tensor of its own
         return [view if view.numel() else flat[:0].view(tensor.shape) for view, tensor in zip(views, like, strict=True)]
     return views
 

@@ -5,6 +5,7 @@ Floats are multiples of 1/8 whose float32 sums are exact: a half-precision resul
 """
 
 import functools
+import warnings
 import zlib
 
 import torch
@@ -38,6 +39,12 @@ FEW_DTYPES = ("float32", "bfloat16", "int64", "complex64", "bool")
 OPS = ("SUM", "AVG", "PREMUL_SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 LARGE = (40_007,)  # more than one piece, in any dtype but the narrowest
 CHECKS = {}
+
+
+def ignore_warnings_of_torch():
+    """Let what torch warns of whatever is done be no errors."""
+    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # torch 2.11 and 2.12
 
 
 def check(*names, ranks=1, most=99):

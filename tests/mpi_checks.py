@@ -7,7 +7,6 @@ import gc
 import json
 import sys
 import traceback
-import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ import mpi_check_thread  # noqa: F401
 import mpi_check_torch  # noqa: F401
 import mpi_check_waits  # noqa: F401
 from failing import SECONDS
-from mpi_check_kit import CHECKS
+from mpi_check_kit import CHECKS, ignore_warnings_of_torch
 from mpi_check_kit import names_for as all_names_for
 
 
@@ -41,8 +40,7 @@ def main():
     gc.freeze()  # what was imported, as in other ranks: checks look for garbage again and again
     options = MpiOptions(piece_bytes=1 << 16, shared_memory=False)  # mpi_check_shared.py has groups of its own
     dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=SECONDS), pg_options=options)
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # in torch's own checkpoints before 2.10
+    ignore_warnings_of_torch()
     own = MPI.COMM_WORLD.Dup()
     for name in sys.argv[1:] or names_for(dist.get_world_size()):
         error = None

@@ -15,7 +15,7 @@ import mpi_check_shared  # noqa: F401
 import mpi_check_torch  # noqa: F401
 import mpi_check_waits  # noqa: F401
 from failing import SECONDS
-from mpi_check_kit import CHECKS
+from mpi_check_kit import CHECKS, ignore_warnings_of_torch
 from mpi_check_kit import names_for as all_names_for
 from mpi_wrappers import on_two_ranks
 from ppe_ddp.backends.shm import ShmOptions
@@ -58,7 +58,7 @@ def run_checks(rank, size, meeting, names):
     timeout = timedelta(seconds=SECONDS)
     dist.init_process_group("shm", init_method=meeting, rank=rank, world_size=size, timeout=timeout, pg_options=options)
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
+    ignore_warnings_of_torch()
     apart = dist.new_group(backend="gloo", timeout=3 * timeout)  # whoever waits in a check is through with it first
     found = {}
     for name in names:

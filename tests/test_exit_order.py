@@ -4,13 +4,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from one_process import square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_two_ranks
-from subprocesses import warm_python
+from subprocesses import warm_python, without_gloo
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SCRIPT = """
@@ -38,10 +39,11 @@ def test_connections_end_before_python(tmp_path, how):
     ranks = [
         subprocess.Popen([*command, str(rank), tmp_path / "meeting"], env=environment, **PIPES) for rank in range(2)
     ]
+    named = str(how == "leave" and torch.__version__ >= (2, 11))  # the threads of gloo have no names before
     try:
         for process in ranks:
             output, errors = process.communicate(timeout=150)
-            assert (process.returncode, output.split(), errors) == (0, ["ended", str(how == "leave")], "")
+            assert (process.returncode, without_gloo(output).split(), errors) == (0, ["ended", named], "")
     finally:
         for process in ranks:
             process.kill()

@@ -35,17 +35,29 @@ import ppe_ddp.__main__, ppe_ddp.megatron, ppe_ddp.sharding, ppe_ddp.testing
 
 # A program that imports nothing of ours, with the backend that it asks torch for by name.
 BY_NAME = """
-import sys
+import os, sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 dist.init_process_group(sys.argv[2], store=dist.HashStore(), rank=0, world_size=1)
 tensor = torch.ones(3)
 dist.all_reduce(tensor)
 assert tensor.tolist() == [1, 1, 1]
+gathered = [torch.zeros(3)]
+dist.gather(tensor, gathered)
+assert gathered[0].tolist() == [1, 1, 1]
+assert dist.distributed_c10d._use_torchcomms_enabled() is (os.environ["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] == "1")
 assert dist.is_backend_available("cupy_nccl")
 assert sys.modules["ppe_ddp"].__file__.startswith(sys.argv[1])
 dist.destroy_process_group()
 """
+
+
+# What torch imports of TorchComms, which here can make no backend.
+TORCHCOMMS = {
+    "__init__": "def is_backend_built(name): return False\nnew_comm = None",
+    "_comms": "_BackendWrapper = None\ndef _is_backend_registered(name): return False",
+    "hooks": "FlightRecorderHook = None",
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +93,10 @@ def test_torch_finds_backends_that_no_program_has_imported(distributions, tmp_pa
     with zipfile.ZipFile(distributions[0]) as content:
         content.extractall(tmp_path)
     monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", torchcomms)
+    if torchcomms == "1":  # torch looks whether this package can be imported
+        for name, code in TORCHCOMMS.items():
+            (tmp_path / "torchcomms").mkdir(exist_ok=True)
+            (tmp_path / "torchcomms" / f"{name}.py").write_text(code)
     result = subprocess.run(
         [sys.executable, "-I", "-c", BY_NAME, tmp_path, backend],
         cwd="/",

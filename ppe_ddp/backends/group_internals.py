@@ -211,10 +211,10 @@ def new_group_named(
     """Make a group of exactly these ranks under a name that they have agreed on; only these ranks call it, together.
 
     ``new_group()`` would derive the name from the number of groups of this process, which may differ between ranks.
-    Ranks that use different names wait for one another until they time out. torch 2.9 and later have no parameter for
-    the name. So torch's naming function is replaced while threads make such groups; other threads get torch's names.
-    The private function below ``new_group()`` takes a name, but its parameters change in almost every version, and it
-    does not enter the group into torch's tables.
+    Ranks that use different names wait for one another until they time out. torch has no parameter for the name. So
+    its naming function is replaced while threads make such groups; other threads get torch's names. The private
+    function below ``new_group()`` takes a name, but its parameters change in almost every version, and it does not
+    enter the group into torch's tables.
 
     Raises:
         TorchChangedError: The group has another name; it is destroyed again.

@@ -385,11 +385,16 @@ def has_nonzero(gradients: Iterable[Tensor]) -> bool:
         for part in map(_values, gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]):
             is_small = part.numel() <= _FEW
             # First the first row of each large one: mostly it has a nonzero, and counting all rows takes far longer.
-            if bool((part if is_small else local_tensor(part)[:1]).count_nonzero()):
+            if _is_nonzero(part if is_small else local_tensor(part)[:1]):
                 return True
             if not is_small:
                 large.append(part)
-    return any(bool(part.count_nonzero()) for part in large)
+    return any(map(_is_nonzero, large))
+
+
+def _is_nonzero(tensor: Any) -> bool:
+    # A count_nonzero() of DTensors needs torch 2.11.
+    return bool((tensor != 0).sum().full_tensor() if is_distributed(tensor) else tensor.count_nonzero())
 
 
 def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
