@@ -443,9 +443,9 @@ def _next_place() -> int:
 class Renewals:
     """The attempts of the ranks of one group to connect again, with the same numbers on every rank.
 
-    Each synchronized step with closed connections is one attempt: a meeting to which each rank brings the number of its
-    steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they do so
-    in the order in which their meetings became complete. That order is the same on all ranks.
+    Each synchronized step with closed connections is one attempt: a meeting to which each rank brings the numbers of
+    its steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they
+    do so in the order in which their meetings became complete. That order is the same on all ranks.
 
     ``store`` makes a store for one attempt. ``name`` is the same on every rank, and never used again. ``next_place``
     returns the next place in the order of all such meetings of the job.
@@ -486,11 +486,14 @@ class Renewals:
         """Put the attempt off to this rank's next step."""
         self.number = self._ended
 
-    def come(self, step: int) -> None:
-        """Announce that this rank connects after ``step`` steps; does nothing if it has announced that already."""
+    def come(self, step: int, taken: int) -> None:
+        """Announce that this rank connects after ``step`` steps, of which its compressor has completed ``taken``.
+
+        Does nothing if it has announced that already.
+        """
         if self._came != self.number:
             self._came = self.number
-            self._do(lambda meeting: meeting.come(step))
+            self._do(lambda meeting: meeting.come([step, taken]))
 
     def outcome(self) -> MeetingOutcome | None:
         """The outcome, if there is one."""
