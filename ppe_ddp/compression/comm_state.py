@@ -128,7 +128,7 @@ class CommState:
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
         """Count steps in ``groups`` from now on; a copy continues the count. All ranks call this together."""
-        if nodes := _sharing(groups):
+        if (nodes := _sharing(groups)) and not self.owners.of_names:  # a copy keeps the slices, where the state is
             self.owners.add(specs, max(map(len, nodes)))
         if self._offset is None:
             self._offset = 0  # the groups were made with taken=self.noted
