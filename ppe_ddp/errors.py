@@ -62,7 +62,8 @@ class PeerAbortedError(PpeDdpError):
         step: The step in which it failed, by the engine's count; None where it is not known.
         phase: The phase of the backward in which it failed.
         reason: Its error, in one line.
-        job_rank: The same rank among all ranks of the job; None where it is not known.
+        job_rank: The rank of the job that has failed; None where it is not known. If a model is split, ``rank`` may be
+            one that has only told this rank of it.
         is_in_step: Whether the communication of the step did not end: the step is complete but for that rank's share.
     """
 
@@ -77,6 +78,8 @@ class PeerAbortedError(PpeDdpError):
 
 class AbortedError(PpeDdpError):
     """This rank has given a step up; in the reports to the other ranks, and never raised."""
+
+    job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
 
 
 class NonFiniteGradientError(PpeDdpError):

@@ -258,6 +258,7 @@ class Failure:
     reason: str  # the error
     trace: str = ""  # the last lines of its traceback
     lost: Sequence[LostRank] = ()  # the ranks that it waited for in vain, if it failed for that reason
+    job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
 
     def __str__(self) -> str:
         """The report as a clause, for an error message."""
@@ -273,7 +274,8 @@ class Failure:
     def of(cls, rank: int, step: int, phase: str, error: BaseException, lost: Sequence[LostRank] = ()) -> Failure:
         """The report of ``error`` on this rank."""
         frames = "".join(traceback.format_tb(error.__traceback__)[-_LAST_FRAMES:]) if not lost else ""
-        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost)
+        job_rank = error.job_rank if isinstance(error, AbortedError) else None
+        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost, job_rank)
 
     @classmethod
     def loaded(cls, text: bytes) -> Failure:
@@ -360,7 +362,8 @@ class Failures:
         advice = _ADVICE.get(first.phase, _ADVICE[""])
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
-        error.job_rank, error.told_in = self._job_rank_of(first.rank), self._name
+        error.job_rank = self._job_rank_of(first.rank) if first.job_rank is None else first.job_rank
+        error.told_in = self._name
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:
@@ -508,12 +511,14 @@ class Renewals:
             return self._do(Meeting.is_full)
         return bool(outcome.words) and outcome.place < place
 
-    def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
+    def refuse(self, step: int, reason: str | BaseException, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
         """Announce that this rank does not connect in ``step``; returns the outcome, which may be an earlier decision.
 
         ``lost`` are the ranks that it has waited for in vain, if that is the reason.
         """
-        return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
+        text = reason if isinstance(reason, str) else reason_of(reason)
+        job_rank = getattr(reason, "job_rank", None)  # of another rank, of whose failure this one has been told
+        return self._do(lambda meeting: meeting.refuse([step, text, [asdict(one) for one in lost], job_rank]))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""
@@ -613,10 +618,12 @@ def relayed(error: BaseException) -> AbortedError:
     """The error to report to another group for ``error``; it names the rank of the job that has failed."""
     heard = error if isinstance(error, PeerAbortedError) else None
     told = (heard and heard.reason) or reason_of(error)
+    culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
     if "of the job)" not in told:
-        culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
         told += f" (rank {culprit} of the job)"
-    return AbortedError(told.removeprefix("AbortedError: "))
+    aborted = AbortedError(told.removeprefix("AbortedError: "))
+    aborted.job_rank = culprit
+    return aborted
 
 
 def reason_of(error: BaseException) -> str:

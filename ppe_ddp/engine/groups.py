@@ -50,7 +50,6 @@ from ppe_ddp.engine.failures import (
     is_of_transport,
     lost_error,
     obstacle,
-    reason_of,
 )
 from ppe_ddp.engine.group_duplicates import (
     LIFE_BEFORE,
@@ -320,7 +319,7 @@ class Groups:
             return
         if failed:
             raise self.failures.error(failed)
-        _, reason, found = outcome.refusal
+        _, reason, found, job_rank = outcome.refusal
         if outcome.rank == self.rank:
             raise lost_error(self.rank, lost, _NOT_CONNECTED)
         if found:
@@ -330,7 +329,7 @@ class Groups:
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
             f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
         )
-        error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank)
+        error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank) if job_rank is None else job_rank
         error.step, error.phase, error.reason = self.step, "begun", reason
         raise error
 
@@ -453,7 +452,7 @@ class Groups:
         """
         if not self._renewals.is_open:
             return
-        while self._is_of_before(outcome := self._renewals.refuse(self.step + 1, reason_of(error))):
+        while self._is_of_before(outcome := self._renewals.refuse(self.step + 1, error)):
             self._next_attempt()
         self._follow(outcome)
         if self._renewals.is_open:
