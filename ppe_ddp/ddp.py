@@ -164,7 +164,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """Make the engine. All ranks of the group call this together."""
         parent, shares = self._group.group(), self._options.shared_memory
         same = {"init_sync": synchronize, "the wrapper in its first forward": self._origin}
-        groups = Groups.duplicate(parent, shared_memory=shares, **same)
+        groups = Groups.duplicate(parent, shared_memory=shares, taken=self._hooks.comm_state.noted, **same)
         self._origin = f"a copy of wrapper {groups.number}"
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)

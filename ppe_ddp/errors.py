@@ -64,7 +64,8 @@ class PeerAbortedError(PpeDdpError):
         step: The step in which it failed, by the engine's count; None if it is not known.
         phase: The phase of the backward in which it failed.
         reason: Its error, in one line.
-        job_rank: The same rank in the default process group; None if it is not known.
+        job_rank: The rank of the job that has failed; None if it is not known. In a split model ``rank`` may be one
+            that has only told this rank of it.
         is_in_step: True if communication went on, so that the step is complete except for that rank's share.
     """
 
@@ -79,6 +80,8 @@ class PeerAbortedError(PpeDdpError):
 
 class AbortedError(PpeDdpError):
     """This rank has given a step up; named in reports to other ranks, and never raised."""
+
+    job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
 
 
 class NonFiniteGradientError(PpeDdpError):

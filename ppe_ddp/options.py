@@ -11,6 +11,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.errors import did_you_mean
@@ -164,7 +165,12 @@ class Options:
                 )
 
     def check_device(self, device: torch.device | None) -> None:
-        """Refuse ``device_ids`` that do not name the module's ``device``."""
+        """Refuse a module that has no values yet, and ``device_ids`` that do not name its ``device``."""
+        if self.init_sync and dist.is_initialized() and device is not None and device.type == "meta":
+            raise ValueError(
+                "the module is on the meta device, so that its parameters have no values: call "
+                "module.to_empty(device=...), and initialize or load them, before wrapping it"
+            )
         if not self.device_ids:
             return
         if len(self.device_ids) != 1:

@@ -1,6 +1,7 @@
 """`abort_grad_sync()`: one rank gives a step up by hand, the others are told, and the next step works."""
 
 import contextlib
+import copy
 import re
 import time
 
@@ -11,7 +12,16 @@ from torch import nn
 
 import test_megatron_graphs as graphs
 from failing import SECONDS
-from one_process import assert_gradients, data, mean_gradients, mlp, of_all_ranks, seeded, square
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    mean_gradients,
+    mlp,
+    of_all_ranks,
+    seeded,
+    square,
+)
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.compression import RandomK
 from ppe_ddp.megatron import DistributedDataParallel as Megatron
@@ -186,6 +196,47 @@ def test_a_compressor_is_registered_after_a_failed_step():
         assert len(set(of_all_ranks(wrapper.comm_state_dict()["steps"]))) == 1
         square(wrapper, rank)
         wrapper.check_in_sync()
+
+
+def reloaded(wrapper, before):
+    wrapper.load_comm_state_dict(before)
+    return wrapper
+
+
+def resumed(wrapper, _before):
+    other = DistributedDataParallel(seeded(mlp, 4, 16))
+    other.register_comm_hook(RandomK(0.3, min_numel=0))
+    other.load_state_dict(wrapper.state_dict())
+    other.load_comm_state_dict(wrapper.comm_state_dict())
+    return other
+
+
+def copied(wrapper, _before):
+    return copy.deepcopy(wrapper)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("go_on", [reloaded, resumed, copied])
+@on_three_ranks
+def test_a_compressor_counts_alike_on_ranks_that_have_not_heard_of_a_failed_step(go_on, known):
+    """Else the ranks would draw different elements."""
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 16))
+    wrapper.register_comm_hook(RandomK(0.3, min_numel=0))
+    for _ in range(2):
+        square(wrapper, rank)
+    before = wrapper.comm_state_dict()
+    fail_a_step(wrapper, known=known)
+    hears_later = not known and rank != 1 and go_on is reloaded
+    wrapper = go_on(wrapper, before)
+    if hears_later:
+        with pytest.raises(PeerAbortedError):
+            square(wrapper, rank)
+    for number in range(2):
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_same_on_all_ranks(wrapper.module)
+        assert wrapper.comm_state_dict()["steps"] == 3 + number
 
 
 def give_megatrons_up(model, culprit, step, how):

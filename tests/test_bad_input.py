@@ -263,6 +263,12 @@ def test_use_after_the_group_was_destroyed():
 
 
 @on_two_ranks
+def test_a_module_without_values_is_refused():
+    with pytest.raises(ValueError, match="on the meta device, so that its parameters have no values"):
+        DistributedDataParallel(nn.Linear(4, 2, device="meta"))
+
+
+@on_two_ranks
 def test_use_in_a_forked_child():
     wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
     square(wrapper, dist.get_rank())

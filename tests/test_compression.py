@@ -307,14 +307,19 @@ def test_gradients_that_come_late_are_compressed_in_a_second_round():
 
 
 class Failing(Compressor):
-    """Raises on one rank, in one step, between two rounds."""
+    """Raises once, on one rank, between two rounds of the step after ``step`` others."""
 
     def __init__(self, step):
         self.step = step
+        self.has_failed = False
+
+    def __repr__(self):
+        return f"Failing({self.step})"
 
     def average(self, gradients, link):
         yield from link.all_reduce(torch.ones(3))
-        if gradients.step == self.step and dist.get_rank() == 1:
+        if gradients.step == self.step and dist.get_rank() == 1 and not self.has_failed:
+            self.has_failed = True
             raise KeyError("between two rounds")
         yield from Uncompressed().average(gradients, link)
 

@@ -313,9 +313,9 @@ def test_a_look_at_the_store_costs_the_same_however_many_ranks_there_are(size):
         one.begin()
         assert one.outcome() is None
         assert store.calls_of(one.outcome) == 1
-        assert store.calls_of(lambda one=one: one.come(one._rank)) < 5
+        assert store.calls_of(lambda one=one: one.come(one._rank, 7)) < 5
     assert store.calls_of(attempts[0].outcome) == 2
-    assert all(one.outcome() == MeetingOutcome([*range(size)], size - 1) for one in attempts)
+    assert all(one.outcome() == MeetingOutcome([[rank, 7] for rank in range(size)], size - 1) for one in attempts)
 
 
 def serve(pipe):

@@ -152,14 +152,14 @@ class Boom(Exception):
     """What one rank alone raises."""
 
 
-def split_model(sharded=True, groups=None, **options):
+def split_model(sharded=True, groups=None, overlap=True, **options):
     """A copy of one layer on two data-parallel and two tensor-parallel ranks, its optimizer, and what SGD wraps."""
     if groups is None:
         groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     torch.manual_seed(0)
     module = nn.Linear(4, 2)
     module.weight.tensor_model_parallel = False
-    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=sharded)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, use_distributed_optimizer=sharded)
     model = DistributedDataParallel(None, config, module, groups=groups, **options)
     inner = torch.optim.SGD(module.parameters(), 0.1)
     return model, DistributedOptimizer(inner, model) if sharded else inner, inner
@@ -196,6 +196,21 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
     assert outcome_of(model, optimizer.step) == ""
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_four_ranks
+def test_an_error_names_the_rank_that_has_failed_and_not_one_that_has_told_of_it(overlap):
+    model, *_ = split_model(sharded=False, overlap=overlap)
+    rank = dist.get_rank()
+    for culprit in (3, 0, 2):
+        model.zero_grad_buffer()
+        model(torch.ones(3, 4)).sum().backward()
+        if rank == culprit:
+            model.abort_grad_sync("cannot go on")
+        with pytest.raises(PeerAbortedError, match="cannot go on") as caught:
+            finalize_model_grads([model])
+        assert rank == culprit or caught.value.job_rank == culprit
 
 
 @on_four_ranks

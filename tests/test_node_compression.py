@@ -1,6 +1,7 @@
 """Compression on several nodes: ranks of a node sum exactly, and compress what goes between the nodes."""
 
 import contextlib
+import copy
 import itertools
 
 import pytest
@@ -13,7 +14,7 @@ import test_dropped_steps as dropping
 from node_worlds import in_own_world, some, worlds
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
-from ppe_ddp.compression import Compressor, PowerSGD, Sign, TopK, Uncompressed
+from ppe_ddp.compression import Compressor, ErrorFeedback, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.compression.comm_state import SliceOwners, hierarchy_of
 from ppe_ddp.engine.plan import ParameterSpec
 
@@ -146,6 +147,35 @@ def names_after_a_failed_step(closed_on):
             step(wrapper, rank)
     assert_gradients(module, expected)
     return sorted(fresh.names), sorted(late.names)
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
+def test_a_copy_leaves_parameters_that_were_added_to_the_rank_that_remembers_them(world):
+    call(world, nothing_is_lost_of_what_is_added)
+
+
+def nothing_is_lost_of_what_is_added():
+    module, rank = seeded(lambda: mlp(16, 16, 16, 16)), dist.get_rank()
+    wrapper = wrapped(module, ErrorFeedback(TopK(0.1, min_numel=0)))
+    wrapper(data(5, 16, rank=rank)).sum().backward()
+    module.extend(seeded(lambda: mlp(16, 16, 16, 16)))
+    given, handed = {}, {}
+    for number in range(4):
+
+        def step(model, rank, number=number):
+            model(data(5, 16, rank=rank, step=number)).sum().backward()
+
+        expected = mean_gradients(wrapper.module, step)
+        wrapper.zero_grad()
+        step(wrapper, rank)
+        for name, parameter in wrapper.module[5:].named_parameters():
+            given[name] = given.get(name, 0) + expected[name]
+            handed[name] = handed.get(name, 0) + parameter.grad
+        if number == 1:
+            wrapper = copy.deepcopy(wrapper)
+    kept = flat.residuals(wrapper)
+    for name, total in given.items():
+        torch.testing.assert_close(handed[name] + kept[name], total, rtol=1e-4, atol=1e-4)
 
 
 def layout_of():

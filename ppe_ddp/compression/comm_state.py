@@ -47,7 +47,8 @@ class CommState:
         # After put_back_unless_stepped(): parameters that an optimizer may update, by name; the ids of parameters that
         # one has updated; and a function that ends the notes of these.
         self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
-        self._steps = 0
+        self.noted = 0
+        """The number of completed steps with which new groups begin."""
         self._offset: int | None = None
 
     def of(self, name: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ class CommState:
                 self._before[name] = dict(self.of(name))
 
     def commit(self) -> None:
-        """Commit the step: drop the copies of :meth:`keep`."""
+        """Commit the state of the step: drop the copies of :meth:`keep`."""
         self.decide()  # an earlier step may be undecided, if this one has sent nothing
         self._taken = dict(self._before) if self._can_revoke else {}
         self._before.clear()
@@ -127,15 +128,15 @@ class CommState:
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
         """Count steps in ``groups`` from now on; a copy continues the count. All ranks call this together."""
-        if nodes := _sharing(groups):
+        if (nodes := _sharing(groups)) and not self.owners.of_names:  # a copy keeps the slices, where the state is
             self.owners.add(specs, max(map(len, nodes)))
         if self._offset is None:
-            self._offset = self._steps - groups.step  # the ranks agree on groups.step when they connect
+            self._offset = 0  # the groups were made with taken=self.noted
 
     def move(self, steps: int) -> None:
         """Continue in groups of other ranks, after ``steps`` steps; slices are assigned anew and lose their state."""
         self.decide()
-        self.owners, self._steps, self._offset = SliceOwners(), steps, None
+        self.owners, self.noted, self._offset = SliceOwners(), steps, None
 
     def common(self) -> dict[str, dict[str, Any]]:
         """A copy of the state that is the same on all ranks: all but residuals (``ErrorFeedback``)."""
@@ -153,24 +154,22 @@ class CommState:
         """The part of a loaded state that must be the same on all ranks, as text."""
         return [f"{self._offset} steps ahead"] if self._offset else []
 
-    def step(self, groups: Groups) -> int:
-        """The number of synchronized backwards before the current one."""
-        return self.steps(groups) - 1
-
     def steps(self, groups: Groups) -> int:
-        """The number of synchronized backwards that have begun."""
+        """The number of synchronized backwards that are completed. Ranks that communicate have the same.
+
+        It does not count failed steps, so that it is the same on ranks that have and that have not heard of a failure.
+        """
         assert self._offset is not None
-        self._steps = groups.step + self._offset
-        return self._steps
+        return groups.taken + self._offset
 
     def note_steps(self, groups: Groups) -> None:
-        """Note the current step for copies, also on a rank that has failed before it came to a bucket."""
+        """Note the completed steps for a copy, which has groups of its own."""
         if self._offset is not None:
-            self.steps(groups)
+            self.noted = self.steps(groups)
 
     def seed(self, groups: Groups, bucket: int) -> int:
         """A seed for this bucket in this step, the same on every rank."""
-        return (self.step(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
+        return (self.steps(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
 
     def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
         """A copy of the state, of tensors and plain values."""
@@ -204,7 +203,7 @@ class CommState:
                 "not have: load the state of the same module"
             )
         self.owners.of_names = dict(state.get("slices", {}))
-        self._offset = int(state["steps"]) - groups.step
+        self._offset = int(state["steps"]) - groups.taken
         self.clear()
         for name, entries in state["parameters"].items():
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
@@ -215,7 +214,7 @@ class CommState:
         return {**job, "compressor": repr(compressor)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the offset: a copy of a wrapper has groups of its own, with another step count."""
+        """Leave out the offset: a copy of a wrapper makes groups of its own."""
         self.decide()
         return self.__dict__ | {"_offset": None}
 

@@ -65,8 +65,8 @@ class FlatGradients:
         keeps: Whether ``given`` must end as the part that this rank has not sent. Summed over the ranks, the old
             ``given`` must then equal world size * ``average`` + the new ``given``.
         dtype: The dtype of the parameters' gradients, which may be narrower.
-        step: The number of synchronized backwards before this one; the same on every rank.
-        seed: A seed for random numbers: the same on every rank, another one in each step and bucket.
+        step: The number of completed synchronized backwards; the same on every rank.
+        seed: A seed for random numbers: the same on every rank, another one in each completed step and bucket.
     """
 
     given: Tensor

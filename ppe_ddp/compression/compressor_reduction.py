@@ -74,6 +74,7 @@ class CompressorReduction(Reduction):
         """Commit the state; if an average is not finite, restore it for parameters that no optimizer updates."""
         started, self._started = self._started, []
         sparse, self._sparse = self._sparse, []
+        self._groups.taken += 1
         if self._state.is_empty or are_finite([*sparse, *(bucket.buffer() for bucket in started)]):
             self._state.commit()
             return
@@ -139,7 +140,7 @@ class CompressorReduction(Reduction):
             segments=self._segments(bucket.names(), tuple((t.shape, t.stride(), t.is_complex()) for t in bucket)),
             keeps=False,
             dtype=plain.dtype,
-            step=self._state.step(self._groups),
+            step=self._state.steps(self._groups),
             seed=self._state.seed(self._groups, bucket.index()),
         )
 

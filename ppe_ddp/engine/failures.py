@@ -259,6 +259,7 @@ class Failure:
     reason: str  # the error
     trace: str = ""  # the last lines of its traceback
     lost: Sequence[LostRank] = ()  # the ranks that it waited for in vain, if it failed for that reason
+    job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
 
     def __str__(self) -> str:
         """The report as a clause, for an error message."""
@@ -274,7 +275,8 @@ class Failure:
     def of(cls, rank: int, step: int, phase: str, error: BaseException, lost: Sequence[LostRank] = ()) -> Failure:
         """The report of ``error`` on this rank."""
         frames = "".join(traceback.format_tb(error.__traceback__)[-_LAST_FRAMES:]) if not lost else ""
-        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost)
+        job_rank = error.job_rank if isinstance(error, AbortedError) else None
+        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost, job_rank)
 
     @classmethod
     def loaded(cls, text: bytes) -> Failure:
@@ -361,7 +363,8 @@ class Failures:
         advice = _ADVICE.get(first.phase, _ADVICE[""])
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
-        error.job_rank, error.told_in = self._job_rank_of(first.rank), self._name
+        error.job_rank = self._job_rank_of(first.rank) if first.job_rank is None else first.job_rank
+        error.told_in = self._name
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:
@@ -444,9 +447,9 @@ def _next_place() -> int:
 class Renewals:
     """The attempts of the ranks of one group to connect again, with the same numbers on every rank.
 
-    Each synchronized step with closed connections is one attempt: a meeting to which each rank brings the number of its
-    steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they do so
-    in the order in which their meetings became complete. That order is the same on all ranks.
+    Each synchronized step with closed connections is one attempt: a meeting to which each rank brings the numbers of
+    its steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they
+    do so in the order in which their meetings became complete. That order is the same on all ranks.
 
     ``store`` makes a store for one attempt. ``name`` is the same on every rank, and never used again. ``next_place``
     returns the next place in the order of all such meetings of the job.
@@ -487,11 +490,14 @@ class Renewals:
         """Put the attempt off to this rank's next step."""
         self.number = self._ended
 
-    def come(self, step: int) -> None:
-        """Announce that this rank connects after ``step`` steps; does nothing if it has announced that already."""
+    def come(self, step: int, taken: int) -> None:
+        """Announce that this rank connects after ``step`` steps, of which its compressor has completed ``taken``.
+
+        Does nothing if it has announced that already.
+        """
         if self._came != self.number:
             self._came = self.number
-            self._do(lambda meeting: meeting.come(step))
+            self._do(lambda meeting: meeting.come([step, taken]))
 
     def outcome(self) -> MeetingOutcome | None:
         """The outcome, if there is one."""
@@ -506,12 +512,14 @@ class Renewals:
             return self._do(Meeting.is_full)
         return bool(outcome.words) and outcome.place < place
 
-    def refuse(self, step: int, reason: str, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
+    def refuse(self, step: int, reason: str | BaseException, lost: Sequence[LostRank] = ()) -> MeetingOutcome:
         """Announce that this rank does not connect in ``step``; returns the outcome, which may be an earlier decision.
 
         ``lost`` are the ranks that it has waited for in vain, if that is the reason.
         """
-        return self._do(lambda meeting: meeting.refuse([step, reason, [asdict(one) for one in lost]]))
+        text = reason if isinstance(reason, str) else reason_of(reason)
+        job_rank = getattr(reason, "job_rank", None)  # of another rank, of whose failure this one has been told
+        return self._do(lambda meeting: meeting.refuse([step, text, [asdict(one) for one in lost], job_rank]))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""
@@ -611,10 +619,12 @@ def relayed(error: BaseException) -> AbortedError:
     """The error to report to another group for ``error``; it names the rank of the job that has failed."""
     heard = error if isinstance(error, PeerAbortedError) else None
     told = (heard and heard.reason) or reason_of(error)
+    culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
     if "of the job)" not in told:
-        culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
         told += f" (rank {culprit} of the job)"
-    return AbortedError(told.removeprefix("AbortedError: "))
+    aborted = AbortedError(told.removeprefix("AbortedError: "))
+    aborted.job_rank = culprit
+    return aborted
 
 
 def reason_of(error: BaseException) -> str:

@@ -50,7 +50,6 @@ from ppe_ddp.engine.failures import (
     is_of_transport,
     lost_error,
     obstacle,
-    reason_of,
 )
 from ppe_ddp.engine.group_duplicates import (
     LIFE_BEFORE,
@@ -130,6 +129,7 @@ class Groups:
     # The processes of the ranks, those of this node.
     processes: PeerProcesses = field(default_factory=lambda: PeerProcesses(0))
     shared_memory: bool = False  # whether duplicates use shared memory if the parent is over gloo
+    taken: int = 0  # number of synchronized backwards that this rank's compressor has completed so far
 
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
@@ -158,11 +158,11 @@ class Groups:
         self.life, self.is_closed = life, life is not Life.OPEN
 
     @classmethod
-    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, **wanted: Any) -> Groups:
+    def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, taken: int = 0, **wanted: Any) -> Groups:
         """Duplicate ``parent``, or take duplicates that no rank uses any more; every rank must call this together.
 
-        With ``shared_memory`` they use shared memory if the parent is over gloo. ``wanted`` has further options that
-        must be the same on all ranks, by the name that an error gives them.
+        With ``shared_memory`` they use shared memory if the parent is over gloo. ``taken`` begins at the largest of the
+        ranks. ``wanted`` has further options that must be the same on all ranks, by the name that an error gives them.
 
         Raises:
             DisagreementError: On every rank, if their options differ.
@@ -177,7 +177,7 @@ class Groups:
                     f"rank {rank}: the process group is a bare object that serves no CPU tensors, on which the ranks "
                     'agree; make it by torch.distributed.new_group(ranks, backend="cpu:gloo,cuda:nccl")'
                 )
-            return cls(parent, parent, parent, rank, world_size, os.getpid(), 0)
+            return cls(parent, parent, parent, rank, world_size, os.getpid(), 0, taken=taken)
         pool, store = _pool_of(parent), store_of(parent)
         is_first = not pool.calls
         if is_first:  # an earlier group of the same name may have left keys in the store
@@ -187,18 +187,19 @@ class Groups:
         address = own_address()
         packed = None if address is None else address.packed()
         wanted |= {"shared_memory": shared_memory}
-        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
+        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed, taken])
         if is_first:
             store.set(f"ppe_ddp/parent/{turn}", "")
         check_wanted(rank, [there for there, *_ in known])
-        groups = pool.take([there for _, there, _ in known], shared_memory=shared_memory)
-        if groups is not None:
-            return groups
-        pool.count += 1
-        made = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
-        processes = PeerProcesses(rank, address, [packed for *_, packed in known])
-        pid = os.getpid()
-        return cls(parent, *made, rank, world_size, pid, pool.count, processes=processes, shared_memory=shared_memory)
+        groups = pool.take([there for _, there, *_ in known], shared_memory=shared_memory)
+        if groups is None:
+            pool.count += 1
+            made = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
+            processes = PeerProcesses(rank, address, [packed for _, _, packed, _ in known])
+            groups = cls(parent, *made, rank, world_size, os.getpid(), pool.count, processes=processes)
+            groups.shared_memory = shared_memory
+        groups.taken = max(there for *_, there in known)
+        return groups
 
     def await_start(self) -> None:
         """Wait until all ranks have received the initial parameters; every rank must call this together.
@@ -286,7 +287,7 @@ class Groups:
         """Take part in one attempt and return its outcome; adds to ``lost`` the ranks for which this rank refuses."""
         failed = self._failed_since()
         if not failed:
-            self._renewals.come(self.step)
+            self._renewals.come(self.step, self.taken)
 
         def look() -> None:
             lost.extend(self._lost.gone())
@@ -318,7 +319,7 @@ class Groups:
             return
         if failed:
             raise self.failures.error(failed)
-        _, reason, found = outcome.refusal
+        _, reason, found, job_rank = outcome.refusal
         if outcome.rank == self.rank:
             raise lost_error(self.rank, lost, _NOT_CONNECTED)
         if found:
@@ -328,7 +329,7 @@ class Groups:
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
             f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
         )
-        error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank)
+        error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank) if job_rank is None else job_rank
         error.step, error.phase, error.reason = self.step, "begun", reason
         raise error
 
@@ -361,7 +362,7 @@ class Groups:
                 self.step = step
                 self._renewals.end()
             return
-        self.step = max(outcome.words)  # the last step that is over
+        self.step, self.taken = map(max, zip(*outcome.words, strict=True))  # of the last step that is over
         if not self._is_agreed:
             self._outdated.append(self.failures)
             self._connect_failures(self._renewals.number)
@@ -451,7 +452,7 @@ class Groups:
         """
         if not self._renewals.is_open:
             return
-        while self._is_of_before(outcome := self._renewals.refuse(self.step + 1, reason_of(error))):
+        while self._is_of_before(outcome := self._renewals.refuse(self.step + 1, error)):
             self._next_attempt()
         self._follow(outcome)
         if self._renewals.is_open:
