@@ -150,9 +150,6 @@ def _fork_server(request):
             patch.setenv("OMP_NUM_THREADS", "1")  # as Ranks does
             forkserver.set_forkserver_preload(["ppe_ddp.testing.ranks", *IMPORTED_BY_TESTS])
             forkserver.ensure_running()
-            # Its forks let ranks under mpirun go first: these spin while they wait, so what they wait for costs twice.
-            server = forkserver._forkserver._forkserver_pid
-            os.setpriority(os.PRIO_PROCESS, server, min(19, os.getpriority(os.PRIO_PROCESS, server) + 5))
 
 
 def _needs_ranks(item):

@@ -205,7 +205,8 @@ def test_an_error_names_the_rank_that_has_failed_and_not_one_that_has_told_of_it
     rank = dist.get_rank()
     for culprit in (3, 0, 2):
         model.zero_grad_buffer()
-        model(torch.ones(3, 4)).sum().backward()
+        with contextlib.suppress(PeerAbortedError):  # a rank that overlaps may hear of it here already
+            model(torch.ones(3, 4)).sum().backward()
         if rank == culprit:
             model.abort_grad_sync("cannot go on")
         with pytest.raises(PeerAbortedError, match="cannot go on") as caught:
