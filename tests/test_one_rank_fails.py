@@ -107,6 +107,7 @@ def test_the_distributed_optimizer(way):
 @on_two_ranks
 def test_groups_without_a_backend_for_cpus_are_connected_again():
     groups = Groups.duplicate(dist.new_group(backend="cuda:gloo"))
+    groups.await_start()  # else a rank closes them that another one still connects
     groups.fail(RuntimeError(), "begun")
     run(groups.renewing())
     assert (groups.is_closed, groups.generation) == (False, 1)
