@@ -441,18 +441,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             RuntimeError: There is a compressor or a hook of torch's kind already.
         """
         handle = self._hooks.add(state, hook)
-        if handle is not None:
-            return handle
-        if (reducer := self._reducer) is None or self._hooks.compressor is None:
+        if handle is None:
             self._use_hooks()
-            return None
-        reducer.recover()
-        reducer.synchronizer.check()  # all ranks count the same steps now, even after a failure
-        self._use_hooks()
-        reducer.synchronizer.negotiation.check()
-        reducer.groups.await_start()
-        warn_of_one_machine(self._hooks.compressor, reducer.groups)
-        return None
+            if self._hooks.compressor is not None and self._reducer is not None:
+                self._reducer.synchronizer.check()
+                self._reducer.groups.await_start()
+                warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
+        return handle
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank, and of the learned order of buckets.
