@@ -480,7 +480,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             state = {**state, "parameters": {}, "written": []}
         if compressor is not None:
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
-            reducer.synchronizer.negotiation.use_plug("a state of the compressor", *self._hooks.comm_state.agreed)
         elif "compressor" in state:
             raise ValueError(
                 f"rank {reducer.groups.rank}: the state of communication is that of {state['compressor']}: register it "
@@ -558,7 +557,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         """All but the engine; a copy makes its own in its first forward, on all ranks together."""
         if self._reducer is not None:
-            self._hooks.comm_state.note_steps(self._reducer.groups)
+            self._hooks.comm_state.noted = self._reducer.groups.taken
         state = self.__dict__.copy()
         state["_reducer"] = None
         state["_is_copy"] = self._reducer is not None or self._is_copy

@@ -13,7 +13,7 @@ from torch import nn
 from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError
 from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
-from ppe_ddp.compression import RandomK, WarmUp
+from ppe_ddp.compression import Compressor, RandomK, WarmUp
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from ppe_ddp.optim import DistributedOptimizer
@@ -335,9 +335,51 @@ def test_one_rank_loads_a_state_of_the_compressor():
         step(wrapper, dist.get_rank(), number)
     if dist.get_rank():
         state = wrapper.comm_state_dict()
-        wrapper.load_comm_state_dict({**state, "steps": state["steps"] + 1})
-    with pytest.raises(DisagreementError, match=r"rank 1 has a state of the compressor.* 1 steps ahead"):
+        wrapper.load_comm_state_dict({**state, "steps": state["steps"] + 2})
+    with pytest.raises(DisagreementError, match=r"rank 1 has a state of the compressor after step 5 .* after step 3"):
         step(wrapper, dist.get_rank(), 3)
+
+
+class _FailsBehindItsLastMessage(Compressor):
+    def __init__(self, rank):
+        self.compressor, self.rank, self.in_step = RandomK(0.5, min_numel=0), rank, None
+
+    def __repr__(self):
+        return "FailsBehindItsLastMessage()"
+
+    def average(self, gradients, link):
+        yield from self.compressor.average(gradients, link)
+        if (link.rank, gradients.step) == (self.rank, self.in_step):
+            raise MemoryError("no memory to decode")
+
+
+@on_two_ranks
+def test_a_state_that_was_saved_after_a_step_which_one_rank_has_lost_is_loaded():
+    """Such ranks have completed different numbers of steps; they agree on one number, which decides what is sent."""
+    for rank in range(2):
+        compressor = _FailsBehindItsLastMessage(rank)
+        wrapper = DistributedDataParallel(seeded(Routes, 4, 5))
+        wrapper.register_comm_hook(compressor)
+        step(wrapper, dist.get_rank(), 0)
+        compressor.in_step = 1
+        if dist.get_rank() == rank:
+            with pytest.raises(MemoryError):
+                step(wrapper, rank, 1)
+        else:
+            step(wrapper, dist.get_rank(), 1)
+        state, compressor.in_step = wrapper.comm_state_dict(), None
+        assert state["steps"] == (1 if dist.get_rank() == rank else 2)
+        resumed = DistributedDataParallel(seeded(Routes, 4, 5))
+        resumed.register_comm_hook(compressor)
+        resumed.load_comm_state_dict(state)
+        for number in (2, 3):
+            resumed.zero_grad()
+            step(resumed, dist.get_rank(), number)
+            of_ranks = of_all_ranks(gradients(resumed))
+            assert any(mean is not None for mean in of_ranks[0].values())
+            for name, mean in of_ranks[0].items():
+                torch.testing.assert_close(of_ranks[1][name], mean, rtol=0, atol=0)
+            assert resumed.comm_state_dict()["steps"] == number + 1
 
 
 @on_two_ranks

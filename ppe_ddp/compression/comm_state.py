@@ -49,7 +49,6 @@ class CommState:
         self._undecided: tuple[Mapping[str, nn.Parameter], set[int], Callable[[], object]] | None = None
         self.noted = 0
         """The number of completed steps with which new groups begin."""
-        self._offset: int | None = None
 
     def of(self, name: str) -> dict[str, Any]:
         """The state of the parameter ``name``: always the same dict, to be changed in place."""
@@ -127,16 +126,14 @@ class CommState:
         self._before.clear()
 
     def begin(self, groups: Groups, specs: Sequence[ParameterSpec]) -> None:
-        """Count steps in ``groups`` from now on; a copy continues the count. All ranks call this together."""
-        if (nodes := _sharing(groups)) and not self.owners.of_names:  # a copy keeps the slices, where the state is
+        """Assign slices, if ranks share memory on several nodes; a copy keeps its own. All ranks call this together."""
+        if (nodes := _sharing(groups)) and not self.owners.of_names:
             self.owners.add(specs, max(map(len, nodes)))
-        if self._offset is None:
-            self._offset = 0  # the groups were made with taken=self.noted
 
     def move(self, steps: int) -> None:
         """Continue in groups of other ranks, after ``steps`` steps; slices are assigned anew and lose their state."""
         self.decide()
-        self.owners, self.noted, self._offset = SliceOwners(), steps, None
+        self.owners, self.noted = SliceOwners(), steps
 
     def common(self) -> dict[str, dict[str, Any]]:
         """A copy of the state that is the same on all ranks: all but residuals (``ErrorFeedback``)."""
@@ -149,27 +146,9 @@ class CommState:
         for name, entries in common.items():
             self.of(name).update(entries)
 
-    @property
-    def agreed(self) -> list[str]:
-        """The part of a loaded state that must be the same on all ranks, as text."""
-        return [f"{self._offset} steps ahead"] if self._offset else []
-
-    def steps(self, groups: Groups) -> int:
-        """The number of synchronized backwards that are completed. Ranks that communicate have the same.
-
-        It does not count failed steps, so that it is the same on ranks that have and that have not heard of a failure.
-        """
-        assert self._offset is not None
-        return groups.taken + self._offset
-
-    def note_steps(self, groups: Groups) -> None:
-        """Note the completed steps for a copy, which has groups of its own."""
-        if self._offset is not None:
-            self.noted = self.steps(groups)
-
     def seed(self, groups: Groups, bucket: int) -> int:
         """A seed for this bucket in this step, the same on every rank."""
-        return (self.steps(groups) * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
+        return (groups.taken * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
 
     def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
         """A copy of the state, of tensors and plain values."""
@@ -177,7 +156,7 @@ class CommState:
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in self._of.items()}
         return {
             **self._identity(compressor, groups),
-            "steps": self.steps(groups),
+            "steps": groups.taken,
             "slices": dict(self.owners.of_names),
             "parameters": parameters,
         }
@@ -203,7 +182,7 @@ class CommState:
                 "not have: load the state of the same module"
             )
         self.owners.of_names = dict(state.get("slices", {}))
-        self._offset = int(state["steps"]) - groups.taken
+        groups.taken = int(state["steps"])
         self.clear()
         for name, entries in state["parameters"].items():
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
@@ -214,9 +193,8 @@ class CommState:
         return {**job, "compressor": repr(compressor)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the offset: a copy of a wrapper makes groups of its own."""
         self.decide()
-        return self.__dict__ | {"_offset": None}
+        return self.__dict__
 
 
 def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:

@@ -140,7 +140,7 @@ class CompressorReduction(Reduction):
             segments=self._segments(bucket.names(), tuple((t.shape, t.stride(), t.is_complex()) for t in bucket)),
             keeps=False,
             dtype=plain.dtype,
-            step=self._state.steps(self._groups),
+            step=self._groups.taken,
             seed=self._state.seed(self._groups, bucket.index()),
         )
 

@@ -318,7 +318,10 @@ class Negotiation:
     def _digest_of_learned(self) -> bytes:
         """The digest of all that plans and the next learning step depend on; cached, as it rarely changes."""
         packing, missed = self._packing, self._groups.step - self._count
-        learned = self.planner.learned_digest, missed, packing.bucket_bytes, packing.measured, self._bucket_size.count
+        # Zero, or the steps that no compressor has completed: like the others it changes rarely.
+        uncounted = self._groups.taken and self._groups.step - self._groups.taken
+        sizes = packing.bucket_bytes, packing.measured, self._bucket_size.count
+        learned = self.planner.learned_digest, missed, uncounted, *sizes
         if learned != self._learned:
             self._learned, self._learned_field = learned, with_complement(fingerprint([repr(learned)]))
         return self._learned_field
@@ -341,13 +344,26 @@ class Negotiation:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
         fields, nodes = dict(agreed.fields), b""
         if fields.pop("learned", None) != exchange.fields.get("learned"):
-            self._forget()  # a single rank has changed its module, or loaded an order
+            self._forget()  # a single rank has changed its module, or the ranks have loaded other states
+            self._agree_on_taken()
         mask = fields.pop("present")
         if self.sends_by_node and self._groups.node_masks is not None:
             specs = self._module_state.specs
             sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
             mask, nodes = self._groups.node_masks.read(mask, fields.pop("nodes"), sizes)
         return Agreement(mask, nodes=nodes, **fields)
+
+    def _agree_on_taken(self) -> None:
+        """Take the largest number of steps that a rank's compressor has completed. All ranks call this together.
+
+        In a failed step one rank may have completed what another has not, and the state that they then save and load
+        is one step apart. More is a mistake.
+        """
+        taken = all_gather_json(self._groups.taken, self._groups.control)
+        if max(taken) - min(taken) > 1:
+            line = f"a state of the compressor after step {self._groups.taken}"
+            raise _disagreement([self._place, line], self._groups)
+        self._groups.taken = max(taken)
 
     def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:
         """One byte a parameter: whether it is in ``held`` on any rank. All ranks call this together."""

@@ -350,7 +350,6 @@ class ReductionGroup:
         """Load a :meth:`comm_state_dict`; raises for the state of another rank, module or compressor."""
         if isinstance(self.reduction, CompressorReduction):
             self.comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
-            self.negotiation.use_plug("a state of the compressor", *self.comm_state.agreed)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
 
