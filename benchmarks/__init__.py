@@ -7,6 +7,7 @@ COMMANDS = (
     Command("timeline", "draws a step of ppe_ddp below one of torch DDP", "benchmarks.timeline"),
     Command("training", "small tasks to a loss, by each compressor", "benchmarks.training"),
     Command("mask", "what weights, times and digests in a step cost", "benchmarks.mask"),
+    Command("memory", "the peak memory of a rank, beside torch", "benchmarks.memory"),
     Command("load", "a checkpoint into shards, beside torch", "benchmarks.load"),
 )
 """All commands, in the order in which help lists them."""

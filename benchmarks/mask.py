@@ -24,7 +24,7 @@ from ppe_ddp.cli.command_line import write_report
 from ppe_ddp.stragglers import NBYTES, RankTimes
 
 MODES = ("none", "weights", "times", "digests", "all")
-_MODELS = ("mlp", "small", "supernet-common", "supernet-own", "transformer")
+MODELS = ("mlp", "small", "supernet-common", "supernet-own", "transformer")
 _TOKENS = 64
 
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_report(arguments, "mask", lines=lines)
         return 0
 
-    words = (arguments.model or list(_MODELS), arguments.repeats)
+    words = (arguments.model or list(MODELS), arguments.repeats)
     return on_ranks(measure, words, publish, ranks=arguments.ranks)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import ppe_ddp
-from benchmarks import COMMANDS, load, mask, scaling, timeline, training
+from benchmarks import COMMANDS, load, mask, memory, scaling, timeline, training
 from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
 from ppe_ddp import cli
 from ppe_ddp.cli.benchmarking import Platform
@@ -43,6 +43,20 @@ def test_where_nodes_cannot_be_made_the_reason_is_told(name, monkeypatch, capsys
     words = {"timeline": ["--nodes", "2", "--out", str(tmp_path / "x.png"), "--no-torch"], "training": ["--nodes", "2"]}
     assert called(name, *words.get(name, [])) == 2
     assert "nodes are made of namespaces, which only root may make" in capsys.readouterr().err
+
+
+# --- memory
+
+
+def test_the_peak_of_each_wrapper_is_measured(tmp_path, two_ranks, capsys):
+    file = tmp_path / "result.json"
+    with these(two_ranks):
+        assert called("memory", "--model", "small", "--json", str(file)) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    (line,) = json.loads(file.read_text())["lines"]
+    assert line.pop("model") == "small"
+    assert list(line) == list(memory.NAMES)
+    assert all(100 * MIB < peak < 10_000 * MIB for peak in line.values())
 
 
 # --- mask

@@ -301,7 +301,8 @@ _IN_SHARDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
+def wraps(also: Sequence[str], *, adamw: bool) -> dict[str, Wrap]:
+    """The contestants by name; ``also`` has options of further ones of ppe_ddp, as ``name=value``."""
     found: dict[str, Wrap] = {"ppe_ddp": partial(_ours, {})}
     for text in also:
         name, _, value = text.partition("=")
@@ -381,7 +382,7 @@ def _measured(
     workload, skipped = WORKLOADS[name], {}
     original, batch = workload.made(platform.device)
     contestants: dict[str, Contestant] = {}
-    for one, wrap in _wraps(settings["also"], adamw=settings["adamw"]).items():
+    for one, wrap in wraps(settings["also"], adamw=settings["adamw"]).items():
         module = copy.deepcopy(original)
         try:
             wrapper = wrap(module, group, workload.is_dynamic)
