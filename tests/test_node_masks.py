@@ -1,18 +1,23 @@
-"""Masks by node: what the maxima of all ranks' messages tell of where each gradient exists."""
+"""Masks by node: what the maxima of all ranks' messages tell of where each gradient exists, and who sends it."""
+
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_process import Routes, check, data, seeded
 from ppe_ddp.backends.group_internals import nodes_of
 from ppe_ddp.engine.plan import NodeMasks
+from rank_tests import on_three_ranks
 
 BYTE = st.integers(0, 1)
 
 
 def agreed(count, locals_by_rank, sizes):
     """What all ranks read; each is given by its node and its mask."""
-    written = [NodeMasks(node, count).written(bytes(local)) for node, local in locals_by_rank]
+    written = [map(bytes(local).translate, NodeMasks(node, count).tables) for node, local in locals_by_rank]
     maxima = [bytes(map(max, zip(*messages, strict=True))) for messages in zip(*written, strict=True)]
     read = {NodeMasks(node, count).read(*maxima, sizes) for node in {0, count // 2, count - 1}}
     assert len(read) == 1
@@ -65,11 +70,32 @@ def test_a_rank_is_counted_by_its_node():
     ]
 
 
-def test_a_group_of_torch_knows_no_nodes(two_ranks):
-    assert two_ranks.run(nodes_of_the_default_group) == [(), ()]
+def test_in_a_group_of_torch_each_rank_counts_as_a_node(two_ranks):
+    assert two_ranks.run(nodes_of_the_default_group) == [((0,), (1,))] * 2
 
 
 def nodes_of_the_default_group():
-    import torch.distributed as dist
-
     return nodes_of(dist.group.WORLD)
+
+
+@on_three_ranks
+def test_a_gradient_of_one_rank_is_broadcast_where_ranks_share_no_memory():
+    """Layers 0 to 2 are each of one rank, layer 3 is of two; nobody uses layer 4."""
+    ways = [(0, 3), (1, 3), (2,)]
+
+    def step(model, rank):
+        model(data(5, 4, rank=rank), ways[rank]).pow(2).sum().backward()
+
+    with (
+        mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce,
+    ):
+        wrapper = check(seeded(Routes, 4, 5), step, rounds=1, shared_memory=False)
+
+    def of_gradients(sends):
+        return [call for call in sends.call_args_list if call.args[0].is_floating_point()]
+
+    sent = [(call.kwargs["group_src"], call.args[0].numel()) for call in of_gradients(broadcast)]
+    assert sorted(sent) == [(0, 20), (1, 20), (2, 20)]
+    assert [call.args[0].numel() for call in of_gradients(all_reduce)] == [20]
+    assert wrapper.trace().gradient_nbytes == 4 * 80

@@ -328,8 +328,11 @@ class PendingGroup(CollectiveGroup):
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, if :meth:`sum_of_node` makes a difference; else none. The same on all ranks."""
-        return self._shared.nodes
+        """The ranks of each node, if :meth:`sum_of_node` makes a difference; else none. The same on all ranks.
+
+        Without shared memory each rank counts as a node.
+        """
+        return tuple((rank,) for rank in range(self.size())) if self._shared.queue is None else self._shared.nodes
 
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
         """Sum over the ranks, in place, a tensor that is zero except on the ranks of one node, number ``node``.

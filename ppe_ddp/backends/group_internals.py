@@ -124,9 +124,13 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node, if ``group`` spans several and sends CPU tensors by node (``sum_of_node``); else none."""
+    """The ranks of each node, if ``group`` spans several; none if its CPU tensors are in the shared memory of one.
+
+    Backends of torch know no nodes, and each rank counts as one.
+    """
     backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
-    nodes: tuple[tuple[int, ...], ...] = backend.nodes if hasattr(backend, "sum_of_node") else ()
+    alone = tuple((rank,) for rank in range(dist.get_world_size(group)))
+    nodes: tuple[tuple[int, ...], ...] = getattr(backend, "nodes", alone)
     return nodes
 
 

@@ -8,7 +8,7 @@ Each field is encoded so that every rank can decode it from the maxima over the 
 
     field      bytes          mask, before the first bucket              vote, beside the last bucket
     present    a parameter    this rank has its gradient                 its gradient came late
-    nodes      a parameter    the node that has it, on several nodes     as in the mask (plan.py)
+    nodes      a parameter    the node that has it (plan.py)             as in the mask
     statuses   a rank         whether it contributes                     its errors (grad_hooks.py)
     writers    a module       the lowest rank that has written its buffers (:func:`highest_digits` ...)
     apart      32             the wrappers that end together (completion.py)

@@ -16,6 +16,7 @@ import os
 import statistics
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from hashlib import blake2b
 from time import perf_counter_ns, process_time_ns, thread_time_ns
 from types import MappingProxyType
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.completion import ResultSteps, Steps
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import Packing
+    from ppe_ddp.engine.plan import NodeMasks, Packing, ParameterSpec
     from ppe_ddp.engine.record import Recorder
 
 
@@ -149,6 +150,7 @@ def _by_other_threads_ns() -> int:
 
 
 _POSITIONS = 1_000_000
+_KEPT_MASKS = 8
 _NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -210,6 +212,8 @@ class Negotiation:
         if self.planner.specs != tuple(module_state.specs):
             self.planner = Planner(module_state.specs, self._packing)
         self._digest = fingerprint(self._lines())
+        # Most steps have the same masks.
+        self._read = lru_cache(_KEPT_MASKS)(partial(_read_masks, module_state.specs, self._groups.world_size))
 
     def repack(self, packing: Packing) -> None:
         """Pack buckets by ``packing`` from now on."""
@@ -300,7 +304,7 @@ class Negotiation:
         digest = blake2b(f"{self._place} {same}".encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
         if self.sends_by_node and groups.node_masks is not None:
-            fields["present"], fields["nodes"] = groups.node_masks.written(local)
+            fields["present"], fields["nodes"] = map(fields["present"].translate, groups.node_masks.tables)
         fields |= said
         if not is_vote:
             fields["learned"] = self._digest_of_learned()
@@ -348,9 +352,7 @@ class Negotiation:
             self._agree_on_taken()
         mask = fields.pop("present")
         if self.sends_by_node and self._groups.node_masks is not None:
-            specs = self._module_state.specs
-            sizes = [spec.nbytes if spec.device.type == "cpu" and not spec.sparse else 0 for spec in specs]
-            mask, nodes = self._groups.node_masks.read(mask, fields.pop("nodes"), sizes)
+            mask, nodes = self._read(self._groups.node_masks, mask, fields.pop("nodes"))
         return Agreement(mask, nodes=nodes, **fields)
 
     def _agree_on_taken(self) -> None:
@@ -446,6 +448,15 @@ class Negotiation:
                 for spec, here in zip(self._module_state.specs, local, strict=False)
             )
         return lines
+
+
+def _read_masks(
+    specs: Sequence[ParameterSpec], world_size: int, masks: NodeMasks, first: bytes, second: bytes
+) -> tuple[bytes, bytes]:
+    """The mask, and the node of each gradient that one node sends; of several ranks it sends CPU tensors alone."""
+    kinds = {"cpu"} if masks.count < world_size else {spec.device.type for spec in specs}
+    sizes = [spec.nbytes if spec.device.type in kinds and not spec.sparse else 0 for spec in specs]
+    return masks.read(first, second, sizes)
 
 
 def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:

@@ -8,7 +8,8 @@ A plan depends only on the mask, the nodes, the order, the parameters' specifica
 agree on these compute the same plan and issue the same collectives.
 
 On several nodes, gradients that exist on one node only have buckets of their own. They need no sum over the nodes:
-their node sends them, which is half the traffic. The same MAX over the ranks finds that node:
+their node sends them, which is half the traffic. Where ranks share no memory, each rank counts as a node. The same MAX
+over the ranks finds the node:
 
     a rank of node k, of n nodes, sends     1 + k, n - k    for a gradient that it has
                                             0, 0            for a gradient that it lacks
@@ -313,11 +314,10 @@ class NodeMasks:
             return None
         return cls(next(number for number, ranks in enumerate(nodes) if rank in ranks), len(nodes))
 
-    def written(self, local: bytes | bytearray) -> tuple[bytes, bytes]:
-        """The two fields for a mask of one byte a parameter, nonzero if this rank has the gradient."""
-        numbers = (1 + self.node, self.count - self.node)
-        first, second = (local.translate(bytes([0, *[number] * 255])) for number in numbers)
-        return bytes(first), bytes(second)
+    @cached_property
+    def tables(self) -> tuple[bytes, bytes]:
+        """Tables for ``bytes.translate``: from a nonzero byte for each gradient here to the two fields of a mask."""
+        return bytes([0, *[1 + self.node] * 255]), bytes([0, *[self.count - self.node] * 255])
 
     def read(self, first: bytes, second: bytes, sizes: Sequence[int]) -> tuple[bytes, bytes]:
         """The agreed mask, and for each parameter 1 + the only node that has its gradient, else 0.

@@ -86,15 +86,20 @@ class Reduction(ABC):
 
     def start_average(self, flat: Tensor, plan: BucketPlan, names: Sequence[str]) -> Waitable | None:
         """Start one all-reduce; for a bucket of one node only, start the message of that node instead."""
-        group, node = self._groups.buckets, plan.node
-        if self._groups.world_size == 1:
+        groups, node = self._groups, plan.node
+        if groups.world_size == 1:
             return None
         try:
-            if node is not None:
-                backend: Any = backend_for(group, flat.device)
-                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
             op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
-            return dist.all_reduce(flat, op, group, async_op=True)  # type: ignore[no-any-return]
+            if node is None:
+                return dist.all_reduce(flat, op, groups.buckets, async_op=True)  # type: ignore[no-any-return]
+            backend: Any = backend_for(groups.buckets, flat.device)
+            if hasattr(backend, "sum_of_node"):
+                return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
+            (source,) = groups.nodes[node]
+            if op == dist.ReduceOp.AVG and source == groups.rank:
+                flat.mul_(self.mean_factor)
+            return dist.broadcast(flat, group=groups.buckets, group_src=source, async_op=True)  # type: ignore[no-any-return]
         except Exception as error:
             annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
             raise

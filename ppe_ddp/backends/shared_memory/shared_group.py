@@ -143,8 +143,10 @@ class SharedMemoryGroup:
             self.queue.close_links()
 
     def only_rank(self, node: int | None) -> int | None:
-        """The only rank of one of :attr:`nodes`; None if it has several, or ``node`` is None."""
-        return self.nodes[node][0] if node is not None and len(self.nodes[node]) == 1 else None
+        """The only rank of a node; None if it has several, or ``node`` is None."""
+        if node is None or self.queue is None:  # each rank counts as a node
+            return node
+        return self.nodes[node][0] if len(self.nodes[node]) == 1 else None
 
     def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
         """Begin a collective of CPU tensors; by cached steps if it has come with the same memory before.
