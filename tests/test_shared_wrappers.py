@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.backward import Phase
-from rank_tests import each_variant, on_three_ranks, on_two_ranks
+from rank_tests import VARIANTS, each_variant, on_three_ranks, on_two_ranks
 
 
 class Tied(nn.Module):
@@ -130,9 +130,10 @@ ALONE = [
 
 
 @each_kind
-@each_variant
+@pytest.mark.parametrize("options", [*VARIANTS, {"shared_memory": False}], ids=str)
 @on_two_ranks
 def test_each_rank_ends_its_backwards_in_its_own_order(make, options):
+    """Without shared memory a gradient of one rank is sent by it; the other may have an average of it already."""
     wrappers = wrapped(make(2), **options)
     for step, programs in enumerate([*TOGETHER, *APART, *ALONE]):
         run(wrappers, programs, step)
@@ -163,9 +164,10 @@ def hold_random_programs(seed, make, **options):
 
 
 @each_kind
+@pytest.mark.parametrize("shared_memory", [True, False])
 @on_two_ranks
-def test_random_programs_on_two_ranks(make):
-    hold_random_programs(KINDS.index(make), make)
+def test_random_programs_on_two_ranks(make, shared_memory):
+    hold_random_programs(KINDS.index(make), make, shared_memory=shared_memory)
 
 
 def hook_in_the_default_group(state, bucket):

@@ -94,6 +94,10 @@ class Gradients:
                 taken[k] = gradient.clone()
         return taken
 
+    def present(self, indices: Sequence[int]) -> list[int]:
+        """Those of ``indices`` whose parameters have a gradient."""
+        return [i for i in indices if self._parameters[i].grad is not None]
+
     def take_present(self, indices: Sequence[int]) -> dict[int, Tensor]:
         """As :meth:`take`, but only the gradients that exist, by parameter index."""
         found = zip(indices, self.take(indices), strict=True)

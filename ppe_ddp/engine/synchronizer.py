@@ -284,9 +284,10 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            # Another node sends this bucket. A gradient that has come here unannounced waits for the second round.
             is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
             gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
+            if is_another_nodes:  # whose node sends it: what is here unannounced waits for the second round
+                backward.unexpected.extend(self.gradients.present(bucket.expected))
             if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
                 backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
             if self.weights.is_nothing:
