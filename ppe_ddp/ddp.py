@@ -354,8 +354,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         - In a second such step without a forward, call :meth:`finish_grad_sync` instead.
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
+        - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
         """
-        if (reducer := self._reducer) is not None:
+        # A copy has no engine yet, and the others make theirs in this step.
+        if (reducer := self._reducer or self._ready()) is not None:
             reducer.abort(reason)
 
     def check_in_sync(self) -> None:

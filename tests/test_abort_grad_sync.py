@@ -64,6 +64,21 @@ def test_a_step_is_given_up_by_hand():
 
 
 @on_two_ranks
+def test_the_first_step_of_a_copy_is_given_up_before_its_forward():
+    """The other ranks make its engine in that step."""
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = copy.deepcopy(DistributedDataParallel(module))
+    if rank == 0:
+        wrapper.abort_grad_sync("no batch")
+    else:
+        with pytest.raises(PeerAbortedError, match=r"rank 0 failed in .* no batch"):
+            square(wrapper, rank)
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(wrapper.module, mean_gradients(module, square))
+
+
+@on_two_ranks
 def test_a_synchronization_that_was_begun_is_given_up():
     rank, module = dist.get_rank(), seeded(mlp, 4, 2)
     wrapper = DistributedDataParallel(module)

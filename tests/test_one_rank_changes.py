@@ -326,6 +326,40 @@ def test_what_keeps_a_layout_is_made_of_the_same_trainable_parameters():
     step(wrapper, dist.get_rank(), 0)
 
 
+class _AllReduced(torch.autograd.Function):
+    """Averages its gradient over the ranks, several times."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient / dist.get_world_size()
+        for _ in range(20):
+            dist.all_reduce(gradient)
+            gradient = gradient / dist.get_world_size()
+        return gradient
+
+
+@on_two_ranks
+def test_one_rank_loads_an_order_before_a_backward_with_communication_of_the_users_own():
+    """A rank that has the masks early waits for no other within its backward, as that one may wait for its message."""
+    first, second = seeded(nn.Linear, 300, 300), seeded(nn.Linear, 300, 300)
+    wrapper = DistributedDataParallel(nn.Sequential(first, second), bucket_cap_mb=0.1)
+    inputs = torch.ones(2, 300)
+    for number in range(4):
+        if number == 3 and dist.get_rank():
+            order_loaded(None, wrapper)
+        wrapper.zero_grad()
+        uses_second = number < 3 or dist.get_rank() == 0
+        wrapper.module.forward = lambda x, uses_second=uses_second: _AllReduced.apply(
+            (second if uses_second else nn.Identity())(_AllReduced.apply(first(x)))
+        )
+        wrapper(inputs).sum().backward()
+    assert_same_on_all_ranks(wrapper)
+
+
 @on_two_ranks
 def test_one_rank_loads_a_state_of_the_compressor():
     """What it counts decides what a compressor sends: which elements, and when a warm-up is over."""
@@ -336,8 +370,19 @@ def test_one_rank_loads_a_state_of_the_compressor():
     if dist.get_rank():
         state = wrapper.comm_state_dict()
         wrapper.load_comm_state_dict({**state, "steps": state["steps"] + 2})
-    with pytest.raises(DisagreementError, match=r"rank 1 has a state of the compressor after step 5 .* after step 3"):
+    with pytest.raises(DisagreementError, match=r"rank 1 has a state .* after step 5, and rank 0 has one after step 3"):
         step(wrapper, dist.get_rank(), 3)
+
+
+@on_two_ranks
+@pytest.mark.parametrize("steps", [(0, 1), (1, 0), (3, 2)])
+def test_the_ranks_load_states_of_the_compressor_that_are_one_step_apart(steps):
+    wrapper = DistributedDataParallel(seeded(Routes, 4, 5))
+    wrapper.register_comm_hook(RandomK(0.5, min_numel=0))
+    wrapper.load_comm_state_dict({**wrapper.comm_state_dict(), "steps": steps[dist.get_rank()]})
+    step(wrapper, dist.get_rank(), 0)
+    assert_same_on_all_ranks(wrapper.module)
+    assert wrapper.comm_state_dict()["steps"] == max(steps) + 1
 
 
 class _FailsBehindItsLastMessage(Compressor):

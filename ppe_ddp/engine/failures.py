@@ -490,14 +490,11 @@ class Renewals:
         """Put the attempt off to this rank's next step."""
         self.number = self._ended
 
-    def come(self, step: int, taken: int) -> None:
-        """Announce that this rank connects after ``step`` steps, of which its compressor has completed ``taken``.
-
-        Does nothing if it has announced that already.
-        """
+    def come(self, step: int) -> None:
+        """Announce that this rank connects after ``step`` steps; does nothing if it has announced that already."""
         if self._came != self.number:
             self._came = self.number
-            self._do(lambda meeting: meeting.come([step, taken]))
+            self._do(lambda meeting: meeting.come(step))
 
     def outcome(self) -> MeetingOutcome | None:
         """The outcome, if there is one."""

@@ -161,8 +161,9 @@ class Groups:
     def duplicate(cls, parent: ProcessGroup, *, shared_memory: bool = False, taken: int = 0, **wanted: Any) -> Groups:
         """Duplicate ``parent``, or take duplicates that no rank uses any more; every rank must call this together.
 
-        With ``shared_memory`` they use shared memory if the parent is over gloo. ``taken`` begins at the largest of the
-        ranks. ``wanted`` has further options that must be the same on all ranks, by the name that an error gives them.
+        With ``shared_memory`` they use shared memory if the parent is over gloo. ``taken`` is the number of steps that
+        the compressor has completed. ``wanted`` has further options that must be the same on all ranks, by the name
+        that an error gives them.
 
         Raises:
             DisagreementError: On every rank, if their options differ.
@@ -187,18 +188,18 @@ class Groups:
         address = own_address()
         packed = None if address is None else address.packed()
         wanted |= {"shared_memory": shared_memory}
-        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed, taken])
+        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
         if is_first:
             store.set(f"ppe_ddp/parent/{turn}", "")
         check_wanted(rank, [there for there, *_ in known])
-        groups = pool.take([there for _, there, *_ in known], shared_memory=shared_memory)
+        groups = pool.take([there for _, there, _ in known], shared_memory=shared_memory)
         if groups is None:
             pool.count += 1
             made = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
-            processes = PeerProcesses(rank, address, [packed for _, _, packed, _ in known])
+            processes = PeerProcesses(rank, address, [packed for _, _, packed in known])
             groups = cls(parent, *made, rank, world_size, os.getpid(), pool.count, processes=processes)
             groups.shared_memory = shared_memory
-        groups.taken = max(there for *_, there in known)
+        groups.taken = taken
         return groups
 
     def await_start(self) -> None:
@@ -287,7 +288,7 @@ class Groups:
         """Take part in one attempt and return its outcome; adds to ``lost`` the ranks for which this rank refuses."""
         failed = self._failed_since()
         if not failed:
-            self._renewals.come(self.step, self.taken)
+            self._renewals.come(self.step)
 
         def look() -> None:
             lost.extend(self._lost.gone())
@@ -362,7 +363,7 @@ class Groups:
                 self.step = step
                 self._renewals.end()
             return
-        self.step, self.taken = map(max, zip(*outcome.words, strict=True))  # of the last step that is over
+        self.step = max(outcome.words)  # of the last step that is over
         if not self._is_agreed:
             self._outdated.append(self.failures)
             self._connect_failures(self._renewals.number)

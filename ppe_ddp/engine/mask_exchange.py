@@ -17,8 +17,8 @@ Each field is encoded so that every rank can decode it from the maxima over the 
     times      2 a rank                                                  the duration of its step (stragglers.py)
     parameters 24                                                        digest of some parameters (replicas.py)
     missing    1                                                         an announced gradient has not come
-    learned    32             digest of what this rank has learned: if the digests differ, all ranks forget it, and
-                              agree on the number of steps that their compressors have completed
+    learned    32             digest of what this rank has learned: if the digests differ, all ranks forget it
+    taken      4 a rank       with a compressor: the steps that it has completed; all ranks take the largest number
 
 To add a field, pass it to ``Negotiation.start()``; ``Negotiation.finish()`` returns it. Its length may depend only on
 the parameters, buffers and options, which are the same on all ranks. So the message has one length on all ranks; if

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import struct
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -151,6 +152,7 @@ def _by_other_threads_ns() -> int:
 
 _POSITIONS = 1_000_000
 _KEPT_MASKS = 8
+_TAKEN = struct.Struct(">I")  # of the number of steps that a compressor has completed
 _NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
@@ -205,6 +207,8 @@ class Negotiation:
         self._generation = groups.generation
         self.sends_by_node = False
         """Whether a gradient of one node only is sent by that node. The same on all ranks."""
+        self.has_compressor = False
+        """Whether a compressor averages, whose steps the ranks count. The same on all ranks."""
 
     def use_module(self, module_state: ModuleState) -> None:
         """Negotiate on the parameters of ``module_state`` from now on; keep what was learned if the specs are equal."""
@@ -306,10 +310,13 @@ class Negotiation:
         if self.sends_by_node and groups.node_masks is not None:
             fields["present"], fields["nodes"] = map(fields["present"].translate, groups.node_masks.tables)
         fields |= said
+        more: dict[str, bytes] = {}
         if not is_vote:
             fields["learned"] = self._digest_of_learned()
+            if self.has_compressor:
+                more["taken"] = _TAKEN.pack(groups.taken)
         # A field of each rank has zeros in the places of the other ranks, so the maxima have the values of all ranks.
-        for name, field in {"statuses": bytes([status]), **own}.items():
+        for name, field in {"statuses": bytes([status]), **own, **more}.items():
             fields[name] = len(field) * self._before + field + len(field) * self._after
         return MaskExchange(self._exchanger, digest, fields)
 
@@ -322,10 +329,7 @@ class Negotiation:
     def _digest_of_learned(self) -> bytes:
         """The digest of all that plans and the next learning step depend on; cached, as it rarely changes."""
         packing, missed = self._packing, self._groups.step - self._count
-        # Zero, or the steps that no compressor has completed: like the others it changes rarely.
-        uncounted = self._groups.taken and self._groups.step - self._groups.taken
-        sizes = packing.bucket_bytes, packing.measured, self._bucket_size.count
-        learned = self.planner.learned_digest, missed, uncounted, *sizes
+        learned = self.planner.learned_digest, missed, packing.bucket_bytes, packing.measured, self._bucket_size.count
         if learned != self._learned:
             self._learned, self._learned_field = learned, with_complement(fingerprint([repr(learned)]))
         return self._learned_field
@@ -348,24 +352,28 @@ class Negotiation:
             raise _disagreement([self._place, *self._lines(local)], self._groups)
         fields, nodes = dict(agreed.fields), b""
         if fields.pop("learned", None) != exchange.fields.get("learned"):
-            self._forget()  # a single rank has changed its module, or the ranks have loaded other states
-            self._agree_on_taken()
+            self._forget()  # a single rank has changed its module, or loaded an order
+        if "taken" in fields:
+            self._agree_on_taken([count for (count,) in _TAKEN.iter_unpack(fields.pop("taken"))])
         mask = fields.pop("present")
         if self.sends_by_node and self._groups.node_masks is not None:
             mask, nodes = self._read(self._groups.node_masks, mask, fields.pop("nodes"))
         return Agreement(mask, nodes=nodes, **fields)
 
-    def _agree_on_taken(self) -> None:
-        """Take the largest number of steps that a rank's compressor has completed. All ranks call this together.
+    def _agree_on_taken(self, counts: Sequence[int]) -> None:
+        """Take the largest number of steps that a rank's compressor has completed, by the ``counts`` of the ranks.
 
         In a failed step one rank may have completed what another has not, and the state that they then save and load
         is one step apart. More is a mistake.
         """
-        taken = all_gather_json(self._groups.taken, self._groups.control)
-        if max(taken) - min(taken) > 1:
-            line = f"a state of the compressor after step {self._groups.taken}"
-            raise _disagreement([self._place, line], self._groups)
-        self._groups.taken = max(taken)
+        fewest, most = min(counts), max(counts)
+        if most - fewest > 1:
+            raise DisagreementError(
+                f"rank {counts.index(most)} has a state of the compressor after step {most}, and rank "
+                f"{counts.index(fewest)} has one after step {fewest}: call load_comm_state_dict() on every rank with "
+                "what that rank saved, all at the same step"
+            )
+        self._groups.taken = most
 
     def agree_held(self, held: Collection[int]) -> ResultSteps[bytes]:
         """One byte a parameter: whether it is in ``held`` on any rank. All ranks call this together."""

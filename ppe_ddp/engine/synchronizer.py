@@ -177,6 +177,7 @@ class BucketSynchronizer(Synchronizer):
         own = packing if self.sharded_parameters is None else self.sharded_parameters.packing(packing)
         self.negotiation.repack(own)
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
+        self.negotiation.has_compressor = reduction.sends_kept
         self._buckets_of = self._make_buckets()
 
     def connect_again(self) -> None:

@@ -339,6 +339,7 @@ class ReductionGroup:
         else:
             self.reduction = FunctionReduction(function, groups)
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
+        self.negotiation.has_compressor = self.reduction.sends_kept
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank; empty without a compressor."""
