@@ -167,6 +167,10 @@ class Backward:
         self.rounds.append(schedule)
         self.recorder.rounds.append(schedule.record)
 
+    def leave_for_vote(self, indices: Iterable[int]) -> None:
+        """Note gradients that are here and no rank expects; they are announced in the vote."""
+        self.unexpected.extend(indices)
+
     def add_late(self, gradients: Mapping[int, Tensor]) -> None:
         """Keep gradients that arrived after their bucket was launched, for the second round."""
         self.late.update(gradients)

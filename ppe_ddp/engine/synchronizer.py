@@ -288,7 +288,7 @@ class BucketSynchronizer(Synchronizer):
             is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
             gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
             if is_another_nodes:  # whose node sends it: what is here unannounced waits for the second round
-                backward.unexpected.extend(self.gradients.present(bucket.expected))
+                backward.leave_for_vote(self.gradients.present(bucket.expected))
             if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
                 backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
             if self.weights.is_nothing:
