@@ -6,6 +6,7 @@ import itertools
 import re
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pickles
 import ppe_ddp
 import private_names
 from ppe_ddp.testing import Ranks
+from private_names import nodes_of
 from subprocesses import run
 
 ROOT = Path(ppe_ddp.__file__).parent
@@ -65,11 +67,6 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path) for path in FILES}
-
-
-@functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return [*ast.walk(ast.parse(path.read_text()))]
 
 
 @functools.cache
@@ -131,10 +128,10 @@ def test_files_and_functions_are_small():
 MUTATORS = {"append", "extend", "insert", "update", "pop", "popitem", "remove", "clear", "setdefault"}
 
 
-def writes_of_backwards_in(source: str) -> list[str]:
+def writes_of_backwards_in(nodes: Iterable[ast.AST]) -> list[str]:
     """Assignments to attributes of a backward, or to their items, and calls that change one; not of its recorder."""
     targets = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             targets.append(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
@@ -146,10 +143,10 @@ def writes_of_backwards_in(source: str) -> list[str]:
 
 def test_the_reducer_alone_writes_a_backward():
     writers = {ROOT / "engine" / name for name in ("backward.py", "reducer.py")}
-    written = {path.name: writes_of_backwards_in(path.read_text()) for path in FILES if path not in writers}
+    written = {path.name: writes_of_backwards_in(nodes_of(path)) for path in FILES if path not in writers}
     assert {name: lines for name, lines in written.items() if lines} == {}
     code = "backward.a, self._unfinished.b[0] = 1, 2; backward.late.pop(i); setattr(backward, n, 1); x = backward.c.d()"
-    assert len(writes_of_backwards_in(code)) == 4
+    assert len(writes_of_backwards_in(ast.walk(ast.parse(code)))) == 4
 
 
 STEP = """
