@@ -42,7 +42,8 @@ def test_all_ranks_end(launcher, how, tmp_path):
     os.mkfifo(here)
     told = os.open(here, os.O_RDWR)
     python = [sys.executable] if how == "SIGKILL" else warm_python()  # whose ranks are no children of the launcher
-    starts = [*warm_python(), *TORCHRUN] if launcher == "torchrun" else [MPIRUN, "-n", "2"]
+    torchrun = [*(warm_python() if how == "SIGKILL" else [sys.executable]), *TORCHRUN]  # others it is to get at once
+    starts = torchrun if launcher == "torchrun" else [MPIRUN, "-n", "2"]
     with subprocess.Popen(
         [*starts, *python, script, here],
         stdout=subprocess.DEVNULL,

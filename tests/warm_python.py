@@ -138,10 +138,10 @@ def _take_over(folder, environment, descriptors, streams):
     import fcntl
 
     descriptors = [(descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_FREE)) for descriptor in descriptors]
-    for (given, moved), stream in zip(descriptors, streams, strict=True):
+    for given, _ in descriptors:  # all of them first: one may have the number that another is to have
         os.close(given)
+    for (_, moved), stream in zip(descriptors, streams, strict=True):
         os.dup2(moved, stream)
-    for _, moved in descriptors:
         os.close(moved)
     os.chdir(folder)
     os.environ.clear()
