@@ -288,7 +288,7 @@ def hold(way, *, turns=3, seed=0, after_turn=lambda: None, step=square, **option
             after_turn()
 
 
-def hold_without_a_trace(way, *, turns=8, **options):
+def hold_without_a_trace(way, *, turns=16, **options):
     """After failures no more is left in the ranks' store, and in torch's tables of groups, than before them."""
     counts = []
 

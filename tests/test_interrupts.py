@@ -42,7 +42,7 @@ def test_all_ranks_end(launcher, how, tmp_path):
     os.mkfifo(here)
     told = os.open(here, os.O_RDWR)
     python = [sys.executable] if how == "SIGKILL" else warm_python()  # whose ranks are no children of the launcher
-    torchrun = [*(warm_python() if how == "SIGKILL" else [sys.executable]), *TORCHRUN]  # others it is to get at once
+    torchrun = [*(warm_python() if how == "SIGKILL" else [sys.executable]), *TORCHRUN]  # hears Ctrl-C with its ranks
     starts = torchrun if launcher == "torchrun" else [MPIRUN, "-n", "2"]
     with subprocess.Popen(
         [*starts, *python, script, here],
