@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import gc
 import os
 from collections import Counter, defaultdict
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, spawn
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -75,6 +76,18 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also the tests that take long")
     help = "let two, three and four ranks be on two nodes, started by mpirun over mpi4py or by torchrun over gloo"
     parser.addoption("--ranks-on-nodes", choices=["mpirun", "torchrun"], help=help)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """The workers, and all that they start, are forked from one process that has imported torch."""
+    for spec in specs:
+        spec.python = warm_executable()
+    gc.freeze()
+
+
+def pytest_collection_finish(session):
+    gc.freeze()  # what was imported, which each collection of garbage would go through, also pytest's own at the end
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -148,6 +161,8 @@ def _fork_server(request):
     if any("Ranks" in vars(item.module) or _needs_ranks(item) for item in request.session.items):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # as Ranks does
+            resource_tracker.ensure_running()  # which needs nothing imported
+            patch.setattr(spawn, "_python_exe", os.fsencode(warm_executable()))
             forkserver.set_forkserver_preload(["ppe_ddp.testing.ranks", *IMPORTED_BY_TESTS])
             forkserver.ensure_running()
 

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import private_names
+
 # These talk to processes that they have started themselves; nobody trains by them.
 OWN_PROCESSES = ("testing/",)
 ALLOWED = {
@@ -45,14 +47,13 @@ def pickles_in(root):
     found = {}
     for path in sorted(Path(root).rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        lines = [] if name.startswith(OWN_PROCESSES) else list(_lines(ast.parse(path.read_text())))
+        lines = [] if name.startswith(OWN_PROCESSES) else list(_lines(private_names.nodes_of(path)))
         if lines:
             found[name] = lines
     return found
 
 
-def _lines(tree):
-    nodes = list(ast.walk(tree))
+def _lines(nodes):
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     yield from sorted(f"imports {name}" for name in imported if name.split(".")[0] in _MODULES)

@@ -1,7 +1,8 @@
 """Finds where sources use names that torch does not promise, by reading them."""
 
 import ast
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,18 +25,24 @@ _OF_INSTANCES = {"_local_tensor", "_timeout", "_plugins", "_pre_hooks"}
 
 def of_torch_in(root: Path) -> dict[str, list[str]]:
     """The private names of torch in the files below ``root``: by file, each as ``line: text``."""
-    trees = {path.relative_to(root).as_posix(): ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    own = {name for tree in trees.values() for name in _defined_in(tree)}
+    sources = {path.relative_to(root).as_posix(): nodes_of(path) for path in sorted(root.rglob("*.py"))}
+    own = {name for nodes in sources.values() for name in _defined_in(nodes)}
     torchs = _attributes_of_torch()
-    found = {file: list(_places(tree, own | _of_libraries(file, tree), torchs)) for file, tree in trees.items()}
+    found = {file: list(_places(nodes, own | _of_libraries(file, nodes), torchs)) for file, nodes in sources.items()}
     return {file: places for file, places in found.items() if places}
 
 
-def _of_libraries(file: str, tree: ast.AST) -> set[str]:
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of the tree of a source, which several tests read."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def _of_libraries(file: str, nodes: Iterable[ast.AST]) -> set[str]:
     """What an adapter uses of the library that it adapts, whose base classes leave such methods to override."""
     if not file.startswith("integrations/"):
         return set()
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def _is_private(name: str) -> bool:
@@ -49,8 +56,8 @@ def _attributes_of_torch() -> set[str]:
     return {name for owner in owners for name in dir(owner) if _is_private(name)} | _OF_INSTANCES
 
 
-def _defined_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _defined_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -59,11 +66,11 @@ def _defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.id
 
 
-def _places(tree: ast.Module, own: set[str], torchs: set[str]) -> Iterator[str]:
-    roots = set(_imports(tree))
-    of_class = [(owner, set(_defined_in(owner))) for owner in _classes(tree)]
-    declared = {id(node): names for owner, names in of_class for node in ast.walk(owner)}
-    for node in ast.walk(tree):
+def _places(nodes: Sequence[ast.AST], own: set[str], torchs: set[str]) -> Iterator[str]:
+    roots = set(_imports(nodes))
+    of_class = [[*ast.walk(node)] for node in nodes if isinstance(node, ast.ClassDef)]
+    declared = {id(node): names for inner in of_class for names in [set(_defined_in(inner))] for node in inner}
+    for node in nodes:
         text = ""
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             if any(map(_is_private, [*node.module.split("."), *(alias.name for alias in node.names)])):
@@ -99,8 +106,8 @@ def _by_name(node: ast.AST) -> str:
     return where.value if isinstance(where, ast.Constant) and isinstance(where.value, str) else ""
 
 
-def _imports(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -109,7 +116,3 @@ def _imports(tree: ast.Module) -> Iterator[str]:
                 for alias in node.names
                 if alias.name.split(".")[0] in ("torch", "sys", "os")
             )
-
-
-def _classes(tree: ast.Module) -> list[ast.ClassDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]

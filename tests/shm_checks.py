@@ -33,7 +33,6 @@ ELSEWHERE = (
     "one_of_",  # test_one_rank_fails.py
     "one_rank_",
     "parameters_that_come_to_differ",  # test_drift.py
-    "parameters_that_are_the_same",
     "ranks_join_with_no_sync",  # test_torch_join.py
     "the_ranks_come_to_two_wrappers_in_different_orders",  # test_one_rank_fails.py
     "training_with_batches",  # test_weighing.py

@@ -20,10 +20,20 @@ MPIRUN = shutil.which("mpirun", path=Path(sys.executable).parent) or shutil.whic
 needs_mpirun = pytest.mark.skipif(MPIRUN is None, reason="needs an mpirun: the extra [mpi]")
 
 
+_SERVER = "WARM_PYTHON_OF_TESTS"  # the variable with its name, for the processes that this one starts
+
+
 @functools.cache
 def warm_python():
     """The words that start Python where torch has been imported already, as `sys.executable` does where it has not."""
-    program, name = str(Path(__file__).parent / "warm_python.py"), f"{tempfile.gettempdir()}/ppe_ddp-{uuid.uuid4()}"
+    program = str(Path(__file__).parent / "warm_python.py")
+    if _SERVER not in os.environ:
+        os.environ[_SERVER] = _start_server(program)
+    return [sys.executable, "-IS", program, os.environ[_SERVER]]
+
+
+def _start_server(program):
+    name = f"{tempfile.gettempdir()}/ppe_ddp-{uuid.uuid4()}"
     server = subprocess.Popen(
         [sys.executable, program, name],
         stdin=subprocess.PIPE,  # which closes with this process
@@ -33,14 +43,14 @@ def warm_python():
     )
     atexit.register(server.__exit__, None, None, None)
     assert server.stdout.readline() == b"listening\n"
-    return [sys.executable, "-IS", program, name]
+    return name
 
 
 @functools.cache
 def warm_executable():
     """A program that is such a Python, where one word is wanted."""
     python = warm_python()
-    program = Path(f"{python[-1]}.sh")
+    program = Path(f"{python[-1]}-{os.getpid()}.sh")
     program.write_text(f'#!/bin/sh\nexec {shlex.join(python)} "$@"\n')
     program.chmod(0o700)
     atexit.register(program.unlink)

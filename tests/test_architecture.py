@@ -4,9 +4,9 @@ import ast
 import functools
 import itertools
 import re
-import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -19,7 +19,8 @@ import pickles
 import ppe_ddp
 import private_names
 from ppe_ddp.testing import Ranks
-from subprocesses import without_gloo
+from private_names import nodes_of
+from subprocesses import run
 
 ROOT = Path(ppe_ddp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -65,17 +66,16 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_of(path) for path in FILES}
+
+
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def imports_of(path: Path) -> set[str]:
-    names, modules = set(), {module_of(other) for other in FILES}
-    for node in ast.walk(tree_of(path)):
+    names = set()
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ppe_ddp":
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= {name if name in modules else node.module for name in inner}
+            names |= {name if name in MODULES else node.module for name in inner}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names if alias.name.split(".")[0] == "ppe_ddp"}
     return names
@@ -108,7 +108,7 @@ def test_no_class_name_occurs_twice():
     helpers = [path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
     places = defaultdict(list)
     for path in (*FILES, *helpers):
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path.name)
     # Megatron-Core's users import its wrapper by the name that it has there.
@@ -119,7 +119,7 @@ def test_no_class_name_occurs_twice():
 def test_files_and_functions_are_small():
     for path in FILES:
         assert path.read_text().count("\n") <= 700, path.name
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.body[0].lineno
                 assert node.end_lineno - start < 45, f"{node.name} in {path.name} is too long"
@@ -128,10 +128,10 @@ def test_files_and_functions_are_small():
 MUTATORS = {"append", "extend", "insert", "update", "pop", "popitem", "remove", "clear", "setdefault"}
 
 
-def writes_of_backwards_in(source: str) -> list[str]:
+def writes_of_backwards_in(nodes: Iterable[ast.AST]) -> list[str]:
     """Assignments to attributes of a backward, or to their items, and calls that change one; not of its recorder."""
     targets = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
             targets.append(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
@@ -143,30 +143,32 @@ def writes_of_backwards_in(source: str) -> list[str]:
 
 def test_the_reducer_alone_writes_a_backward():
     writers = {ROOT / "engine" / name for name in ("backward.py", "reducer.py")}
-    written = {path.name: writes_of_backwards_in(path.read_text()) for path in FILES if path not in writers}
+    written = {path.name: writes_of_backwards_in(nodes_of(path)) for path in FILES if path not in writers}
     assert {name: lines for name, lines in written.items() if lines} == {}
     code = "backward.a, self._unfinished.b[0] = 1, 2; backward.late.pop(i); setattr(backward, n, 1); x = backward.c.d()"
-    assert len(writes_of_backwards_in(code)) == 4
+    assert len(writes_of_backwards_in(ast.walk(ast.parse(code)))) == 4
 
 
 STEP = """
-import sys, torch, torch.distributed as dist, torch.distributed.algorithms.join, torch.profiler
+import os, sys, torch, torch.distributed as dist, torch.distributed.algorithms.join, torch.profiler
 before = set(sys.modules)
 import ppe_ddp
-print(*set(sys.modules) - before)
-dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+print(*set(sys.modules) - before, flush=True)
+other = os.fork()  # the other rank, for which nothing is imported once more
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(other == 0), world_size=2)
 model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(1, 1))
 for _ in range(2):
     model(torch.ones(1, 1)).sum().backward()
-print(*set(sys.modules) - before)
+os.write(1, (" ".join(set(sys.modules) - before) + os.linesep).encode())
+sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_an_import_and_a_step_import_nothing_heavy(tmp_path):
-    command = [sys.executable, "-c", STEP, f"file://{tmp_path}/store"]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
-    lines = [line for rank in ranks for line in without_gloo(rank.communicate(timeout=120)[0]).splitlines()]
-    assert len(lines) == 4
+    code, output, errors = run([sys.executable, "-c", STEP, f"file://{tmp_path}/store"], timeout=120)
+    assert code == 0, errors
+    lines = output.splitlines()
+    assert len(lines) == 3
     for line in lines:
         new = set(line.split())
         heavy = {"mpi4py", "cupy", "pytorch_pfn_extras", "torch._dynamo", "rich", "sklearn"}

@@ -179,6 +179,8 @@ def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
         "--quick",
         "--steps",
         "1",
+        "--repeats",
+        "1",
         "--model",
         "supernet-own",
         "--json",

@@ -55,7 +55,7 @@ def test_a_rank_is_killed(phase, after):
 
 
 def test_a_replacement_joins_and_has_what_the_others_have():
-    print(run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "300", "--size", "3"))
+    print(run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3"))
 
 
 def test_compressors_go_along():

@@ -34,4 +34,4 @@ def test_a_rank_that_is_cut_off_is_named():
 
 @on_two_ranks
 def test_many_failures_in_one_process_are_followed_by_right_steps():
-    failing.hold_many(32)
+    failing.hold_many(16)

@@ -185,13 +185,12 @@ def test_compile_a_whole_step_with_its_backward(options):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=str)
 @on_two_ranks
-def test_compiled_autograd_is_refused_by_name_on_all_ranks(options):
+def test_compiled_autograd_is_refused_by_name_on_all_ranks():
     from torch._dynamo import compiled_autograd  # here, as it takes long and ranks have imported it
 
     rank, module = dist.get_rank(), seeded(mlp, 4, 4, 2)
-    wrapper = DistributedDataParallel(module, **options)
+    wrapper = DistributedDataParallel(module)
     expected = mean_gradients(module, square)
     for culprits in [[0, 1], [1]]:
         is_compiled = rank in culprits

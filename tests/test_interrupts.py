@@ -23,10 +23,7 @@ while True:
         with open(sys.argv[1], "w") as told:
             told.write(f"{os.getpid()}\\n")
 """
-LAUNCHERS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"],
-    "mpirun": [MPIRUN, "-n", "2"],
-}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
 
 
 @pytest.mark.parametrize(
@@ -45,8 +42,10 @@ def test_all_ranks_end(launcher, how, tmp_path):
     os.mkfifo(here)
     told = os.open(here, os.O_RDWR)
     python = [sys.executable] if how == "SIGKILL" else warm_python()  # whose ranks are no children of the launcher
+    torchrun = [*(warm_python() if how == "SIGKILL" else [sys.executable]), *TORCHRUN]  # hears Ctrl-C with its ranks
+    starts = torchrun if launcher == "torchrun" else [MPIRUN, "-n", "2"]
     with subprocess.Popen(
-        [*LAUNCHERS[launcher], *python, script, here],
+        [*starts, *python, script, here],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

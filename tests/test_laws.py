@@ -82,7 +82,7 @@ def assert_laws(ranks, case, plugs=None, variants=None):
         assert breaches(seen) == [], seen[0].title
 
 
-@laws_hold(max_examples=6)
+@laws_hold(max_examples=4)
 @given(case=CASES, plugs=PLUGS, half=HALVES)
 def test_random_models_on_two_ranks(two_ranks, case, plugs, half):
     assert_laws(two_ranks, case, plugs, half_of_the_variants(case, half))

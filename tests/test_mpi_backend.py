@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -116,7 +115,7 @@ del os.environ["OMPI_COMM_WORLD_SIZE"]
 dist.init_process_group("mpi4py", init_method="mpi://")
 print("rank", dist.get_rank())
 """
-    code, output, errors = run([sys.executable, "-c", script], timeout=90)
+    code, output, errors = run([*warm_python(), "-c", script], timeout=90)
     assert code == 0, errors
     assert "MPI's world has 1 rank(s), but Open MPI's mpirun (OMPI_COMM_WORLD_SIZE=4) says 4" in output
     assert "Start them by that library's own mpirun" in output

@@ -1,8 +1,8 @@
 """A Python that has imported torch: what it runs starts in a tenth of a second and not in three.
 
-    python -IS warm_python.py NAME [-u] [-W error] (-c CODE | -m MODULE | SCRIPT) ARGUMENTS
+    python -IS warm_python.py NAME [-u] [-B] [-W error] (-c CODE | -m MODULE | SCRIPT) ARGUMENTS
 
-asks the server of this name for a fork, hands it the environment, folder, streams and MPI's pipe, and ends as it does.
+asks the server of this name for a fork, hands it the environment, folder and open files, and ends as it does.
 The fork goes on as the main program and leaves by Python's own exit. The server is started with its name alone, a file
 of a socket, imports what takes long, and has one thread. Who asks from a node (of ppe_ddp.testing.Nodes) gets a fork
 there.
@@ -25,7 +25,7 @@ def ask(name, words):
 
     passed_on = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)  # until it is known to whom
-    streams = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    streams = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_inheritable(number)]
     request = marshal.dumps((os.getcwd(), dict(os.environ), words, streams))
     server = socket.socket(socket.AF_UNIX)
     server.connect(name)
@@ -41,6 +41,13 @@ def ask(name, words):
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _is_inheritable(descriptor):
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:  # that of the folder, which is closed by now
+        return False
 
 
 def serve(name):
@@ -103,7 +110,7 @@ def _fork_for(asking):
     """Returns in the program's process; this one tells of its end, and ends it with the one that has asked."""
     import marshal
 
-    head, descriptors, _, _ = socket.recv_fds(asking, _HEAD, 8)
+    head, descriptors, _, _ = socket.recv_fds(asking, _HEAD, _FIRST_FREE)
     request = b""
     while len(request) < int(head):
         request += asking.recv(int(head) - len(request))
@@ -131,10 +138,10 @@ def _take_over(folder, environment, descriptors, streams):
     import fcntl
 
     descriptors = [(descriptor, fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_FREE)) for descriptor in descriptors]
-    for (given, moved), stream in zip(descriptors, streams, strict=True):
+    for given, _ in descriptors:  # all of them first: one may have the number that another is to have
         os.close(given)
+    for (_, moved), stream in zip(descriptors, streams, strict=True):
         os.dup2(moved, stream)
-    for _, moved in descriptors:
         os.close(moved)
     os.chdir(folder)
     os.environ.clear()
@@ -148,7 +155,7 @@ def _run(words):
     import types
     import warnings
 
-    while words[0] in ("-u", "-W"):
+    while words[0].startswith("-") and words[0] not in ("-c", "-m"):
         if words.pop(0) == "-W":
             warnings.simplefilter(words.pop(0))
     option = words.pop(0) if words[0] in ("-c", "-m") else ""
