@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
 from rank_tests import on_three_ranks, on_two_ranks
-from subprocesses import await_stop
+from subprocesses import await_stop, run
 
 
 def note(processes, step, activity, bucket=0):
@@ -313,15 +314,32 @@ def test_a_look_at_the_store_costs_the_same_however_many_ranks_there_are(size):
         one.begin()
         assert one.outcome() is None
         assert store.calls_of(one.outcome) == 1
-        assert store.calls_of(lambda one=one: one.come(one._rank, 7)) < 5
+        assert store.calls_of(lambda one=one: one.come(one._rank)) < 5
     assert store.calls_of(attempts[0].outcome) == 2
-    assert all(one.outcome() == MeetingOutcome([[rank, 7] for rank in range(size)], size - 1) for one in attempts)
+    assert all(one.outcome() == MeetingOutcome([*range(size)], size - 1) for one in attempts)
 
 
 def serve(pipe):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     pipe.recv()
+
+
+def test_what_python_finalizes_at_its_end_waits_for_no_store():
+    script = """
+import torch.distributed as dist
+from ppe_ddp.backends.rank_store import BoundedStore
+
+class Kept:
+    store = BoundedStore(dist.HashStore(), 600.0)
+
+    def __del__(self):
+        self.store.do(lambda one: one.set("key", "value"))
+
+kept = Kept()
+"""
+    code, _, errors = run([sys.executable, "-c", script], timeout=60)
+    assert (code, "CommunicationError: this process ends" in errors) == (0, True), errors
 
 
 def test_a_store_that_is_silent_is_not_waited_for():

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import queue
+import sys
 import threading
 from collections import deque
 from concurrent.futures import Future, TimeoutError
@@ -124,6 +125,8 @@ class BoundedStore:
 
     def do(self, calls: Callable[[WrittenKeys], T], seconds: float | None = None) -> T:
         """Return or raise the result of ``calls(store)``; CommunicationError if the store does not answer in time."""
+        if sys.is_finalizing():  # no thread runs any more
+            raise CommunicationError("this process ends, and calls no store")
         return _caller().result(functools.partial(calls, self._store), seconds or self._seconds)
 
     def delete_all(self) -> None:
