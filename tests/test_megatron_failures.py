@@ -23,6 +23,7 @@ from ppe_ddp import (
     average,
 )
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
+from ppe_ddp.errors import AbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -435,3 +436,27 @@ def test_a_chunk_that_fails_while_another_one_is_waited_for_takes_the_next_step(
             chunks[1].finish_grad_sync()
         if rank:
             chunks[0].finish_grad_sync()
+
+
+@on_two_ranks
+def test_the_step_after_one_of_which_a_rank_had_the_averages_is_taken_by_a_second_wrapper():
+    """The group of its dense parameters goes on counting; that of its experts, of this rank alone, begins anew."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+
+    def step():
+        model.zero_grad_buffer()
+        model(torch.ones(1, 4), has_tokens=True).sum().backward()
+        finalize_model_grads([model])
+
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    step()
+    del model
+    model = DistributedDataParallel(None, config, Expert(), groups=groups)
+    step()
+    dist.barrier()
+    if dist.get_rank() == 0:  # as it does where it fails behind the last message
+        model._reducer.synchronizer.groups[0].fail(AbortedError("no memory"), "finishing")
+    dist.barrier()
+    step()
+    step()

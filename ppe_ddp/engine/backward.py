@@ -410,7 +410,8 @@ class Synchronizer(ABC):
             return False
         # A rank that postpones a step reports that in its other groups, with an empty phase.
         step = error.step if error.phase else error.step - 1
-        if any(step >= groups.step for groups in self.groups):
+        # A group of one rank hears of no failure, and counts from zero in a new wrapper, while others go on counting.
+        if any(step >= groups.step for groups in self.groups if groups.world_size > 1):
             return False
         for groups in self.groups:
             groups.fail(error, "")
