@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import ppe_ddp
 from parallel_layers import Toy, loss_of, reference_gradients, words
 from ppe_ddp import (
     DisagreementError,
@@ -441,7 +442,22 @@ def test_a_chunk_that_fails_while_another_one_is_waited_for_takes_the_next_step(
 @on_two_ranks
 def test_the_step_after_one_of_which_a_rank_had_the_averages_is_taken_by_a_second_wrapper():
     """The group of its dense parameters goes on counting; that of its experts, of this rank alone, begins anew."""
-    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    hold_step_after_averages((2,), ("ep",))
+
+
+@on_four_ranks
+def test_the_step_after_one_of_which_a_rank_had_the_averages_is_taken_where_groups_count_apart():
+    hold_step_after_averages((2, 2), ("dp", "ep"), steps_before=5)
+
+
+def hold_step_after_averages(shape, names, steps_before=0):
+    """Hold that step, in groups of which the one of dense parameters was used in so many steps before."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if steps_before:
+        before = ppe_ddp.DistributedDataParallel(nn.Linear(4, 2), process_group=groups.data)
+        for _ in range(steps_before):
+            before(torch.ones(1, 4)).sum().backward()
+        del before
     config = DistributedDataParallelConfig(overlap_grad_reduce=True)
 
     def step():
@@ -456,7 +472,8 @@ def test_the_step_after_one_of_which_a_rank_had_the_averages_is_taken_by_a_secon
     step()
     dist.barrier()
     if dist.get_rank() == 0:  # as it does where it fails behind the last message
-        model._reducer.synchronizer.groups[0].fail(AbortedError("no memory"), "finishing")
+        for groups in model._reducer.synchronizer.groups:
+            groups.fail(AbortedError("no memory"), "finishing")
     dist.barrier()
     step()
     step()

@@ -410,8 +410,9 @@ class Synchronizer(ABC):
             return False
         # A rank that postpones a step reports that in its other groups, with an empty phase.
         step = error.step if error.phase else error.step - 1
-        # A group of one rank hears of no failure, and counts from zero in a new wrapper, while others go on counting.
-        if any(step >= groups.step for groups in self.groups if groups.world_size > 1):
+        # Groups may count apart: some go on from an earlier wrapper. The step is that of the group that has told.
+        told = [groups for groups in self.groups if error.told_in == f"{groups.name}/{groups.generation}"]
+        if any(step >= groups.step for groups in told or self.groups):
             return False
         for groups in self.groups:
             groups.fail(error, "")
