@@ -128,10 +128,17 @@ def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
 
     Backends of torch know no nodes, and each rank counts as one.
     """
-    backend: Any = backend_for(group, torch.device("cpu")) if "cpu" in device_types(group) else None
-    alone = tuple((rank,) for rank in range(dist.get_world_size(group)))
-    nodes: tuple[tuple[int, ...], ...] = getattr(backend, "nodes", alone)
+    backend = node_backend(group, torch.device("cpu"))
+    if backend is None:
+        return tuple((rank,) for rank in range(dist.get_world_size(group)))
+    nodes: tuple[tuple[int, ...], ...] = backend.nodes
     return nodes
+
+
+def node_backend(group: ProcessGroup, device: torch.device) -> Any | None:
+    """The backend of ``group`` for ``device``, if it knows nodes and has ``sum_of_node``; else None."""
+    backend = backend_for(group, device) if device.type in device_types(group) else None
+    return backend if hasattr(backend, "sum_of_node") else None
 
 
 def backends_named(config: str) -> dict[str, str]:

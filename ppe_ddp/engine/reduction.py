@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.backends.group_internals import backend_for, default_group
+from ppe_ddp.backends.group_internals import default_group, node_backend
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress, awaited_once
@@ -93,8 +93,8 @@ class Reduction(ABC):
             op = dist.ReduceOp.AVG if flat.device.type in self._averaging else dist.ReduceOp.SUM
             if node is None:
                 return dist.all_reduce(flat, op, groups.buckets, async_op=True)  # type: ignore[no-any-return]
-            backend: Any = backend_for(groups.buckets, flat.device)
-            if hasattr(backend, "sum_of_node"):
+            backend = node_backend(groups.buckets, flat.device)
+            if backend is not None:
                 return backend.sum_of_node(flat, node)  # type: ignore[no-any-return]
             (source,) = groups.nodes[node]
             if op == dist.ReduceOp.AVG and source == groups.rank:
