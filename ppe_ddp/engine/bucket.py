@@ -88,20 +88,27 @@ class Bucket(ABC):
         self.gradients: list[Tensor | None] = []
         self.pending: Waitable | None = None  # the reduction in flight
         self.weight = 1.0  # factor of this rank's gradients before they are averaged
-        self._views = False
+        self._views = self._is_received = False
 
-    def hold(self, gradients: list[Tensor | None], *, views: bool = False, weight: float | None = None) -> None:
+    def hold(
+        self,
+        gradients: list[Tensor | None],
+        *,
+        views: bool = False,
+        weight: float | None = None,
+        is_received: bool = False,
+    ) -> None:
         """Take this rank's gradients, one for each of :attr:`expected` or None, to be reduced by :meth:`launch`.
 
         With ``views`` the averages may be views of the buffer. Gradients are multiplied by ``weight`` as they are
-        packed.
+        packed. ``is_received`` says that another rank sends the whole buffer.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
             found = dict(zip(self.expected, gradients, strict=True))
             gradients = [found.get(i) for i in self.plan.members]
         self.gradients = gradients
-        self._views, self.weight = views, 1.0 if weight is None else weight
+        self._views, self.weight, self._is_received = views, 1.0 if weight is None else weight, is_received
 
     def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
         """Select the averages of the parameters in :attr:`expected` from one average a member."""
@@ -271,7 +278,9 @@ class PackedBucket(DenseBucket):
         if self._views and any(map(REQUIRES_GRAD, filter(EXISTS, gradients))):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps its tensor
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
-        if self._is_fused:
+        if self._is_received:
+            pass
+        elif self._is_fused:
             fill(buffer.slots, gradients, factor)
         else:
             if not (buffer.runs and concatenate(buffer.runs, self._shapes, gradients)):

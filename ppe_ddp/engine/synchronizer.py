@@ -295,7 +295,8 @@ class BucketSynchronizer(Synchronizer):
                 gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
-            bucket.hold(gradients, views=views, weight=weight)
+            is_received = is_another_nodes and len(self._groups.nodes[bucket.plan.node or 0]) == 1
+            bucket.hold(gradients, views=views, weight=weight, is_received=is_received)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
