@@ -32,8 +32,9 @@ from unittest import mock
 
 from ppe_ddp import joining
 from ppe_ddp.backends import rank_store
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression import comm_state
-from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, plan, reducer, synchronizer
+from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
 from ppe_ddp.optim import DistributedOptimizer
@@ -93,7 +94,7 @@ MUTANTS = [
         ("what is in .grad already is not negotiated", gradients.Gradients, "existing", "mask[i] = 1", "pass"),
         ("a gradient that nobody expected is left out", SYNC, "_vote", "backward.add_late(", "bool("),
         ("what one node sends leaves out a gradient here", SYNC, "make_schedule", "backward.leave_for_vote(", "bool("),
-        ("a gradient of several nodes is sent by one", plan.NodeMasks, "read", "a + b == only", "a"),
+        ("one node sends what another one has", SharedMemoryGroup, "only_rank", "return node", "return node and 0"),
         ("an unexpected arrival is not noted", REDUCER, "_count_arrived", "backward.unexpected.append(i)", "pass"),
         ("a second arrival counts as the first", REDUCER, "_count_arrived", "waiting[i] -= 1", "pass"),
         ("a second round is never made", SYNC, "complete", "if any(outcome.mask):", "if False:"),
