@@ -3,6 +3,7 @@
 Each of them trains a model for some steps in processes of its own. "peak" is
 the most that a rank had in memory at once (resident set size); memory that
 ranks share is divided among them. "more" is what it is above the bare module.
+It reads /proc, so it needs Linux.
 
   python -m benchmarks memory --model mlp --ranks 4
 """

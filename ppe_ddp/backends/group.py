@@ -337,6 +337,8 @@ class PendingGroup(CollectiveGroup):
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
         """Sum over the ranks, in place, a tensor that is zero except on the ranks of one node, number ``node``.
 
+        If that node has one rank, the values of the others do not matter: they are overwritten.
+
         The result is that of an all-reduce. A large tensor is sent from that node instead of being summed over the
         nodes, which halves the traffic. Collective.
         """

@@ -279,7 +279,7 @@ class PackedBucket(DenseBucket):
             self._views = False  # a gradient with a graph of its own (create_graph) keeps its tensor
         buffer = self._pool.buffer(self.plan, self.specs, self.parameters)
         if self._is_received:
-            pass
+            pass  # another rank's values overwrite all of it
         elif self._is_fused:
             fill(buffer.slots, gradients, factor)
         else:

@@ -285,9 +285,11 @@ class BucketSynchronizer(Synchronizer):
             self._groups.note(Activity.BUCKET, bucket.plan.index)
             # This rank's backward may have raised since the schedule was made.
             nothing: list[Tensor | None] = [None] * len(bucket.expected)
-            is_another_nodes = masks is not None and bucket.plan.node not in (None, masks.node)
-            gradients = nothing if backward.silent or is_another_nodes else self.gradients.take(bucket.expected)
-            if is_another_nodes:  # whose node sends it: what is here unannounced waits for the second round
+            node = bucket.plan.node
+            # The ranks of another node that sends this bucket; what is here unannounced waits for the second round.
+            senders = () if masks is None or node is None or node == masks.node else self._groups.nodes[node]
+            gradients = nothing if backward.silent or senders else self.gradients.take(bucket.expected)
+            if senders:
                 backward.leave_for_vote(self.gradients.present(bucket.expected))
             if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
                 backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
@@ -295,8 +297,7 @@ class BucketSynchronizer(Synchronizer):
                 gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
-            is_received = is_another_nodes and len(self._groups.nodes[bucket.plan.node or 0]) == 1
-            bucket.hold(gradients, views=views, weight=weight, is_received=is_received)
+            bucket.hold(gradients, views=views, weight=weight, is_received=len(senders) == 1)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
