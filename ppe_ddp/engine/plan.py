@@ -24,7 +24,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -339,6 +339,7 @@ class NodeMasks:
         return 0 < max(each) * times * self.count <= 2 * (self.count - 1) * sum(each)
 
 
+@cache
 def _only(number: int) -> bytes:
     return bytes(int(value == number) for value in range(256))
 

@@ -250,13 +250,13 @@ class Scheduler:
                 self._end("the ranks do not come to an end", living)
                 break
             able = [task for task in living if task.wake <= now and (task.may_look or task.until is None)]
-            due = [one for one in self._deliveries if one[0] <= now]
-            if able or due:
-                k = draw.randrange(len(able) + len(due))
-                if k < len(able):
-                    return able[k]
-                self._deliveries.remove(due[k - len(able)])
-                due[k - len(able)][1]()
+            able += [one for one in self._deliveries if one[0] <= now]
+            if able:
+                chosen = draw.choice(able)
+                if isinstance(chosen, Task):
+                    return chosen
+                self._deliveries.remove(chosen)
+                chosen[1]()
                 self.now += 1e-6
             else:
                 self._leap(living)
