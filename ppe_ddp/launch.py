@@ -245,7 +245,18 @@ def _shorten_reports(rank: int) -> None:
             if not isinstance(error, DisagreementError):  # all ranks raise that one
                 heard.set()
 
-    sys.excepthook = report_briefly
+    def report_whole(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            report_briefly(kind, error, where)
+            return
+        # A launcher and the terminal may each send Ctrl-C: the second one must not end the report of the first.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            report_briefly(kind, error, where)
+        finally:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+
+    sys.excepthook = report_whole
 
 
 def _exit_after_the_cause(heard: threading.Event) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -526,3 +527,14 @@ def test_the_report_of_another_ranks_error_is_short_and_that_of_an_own_is_whole(
         assert lines[-1] == f"ppe_ddp.errors.{type(error).__name__}: {error}"
         assert len(lines) <= 4
     assert report_of(ValueError("mine"), monkeypatch, capsys).startswith("Traceback (most recent call last):")
+
+
+def test_a_second_interrupt_does_not_end_the_report_of_the_first(monkeypatch, capsys):
+    class Interrupted(KeyboardInterrupt):
+        def __str__(self):  # called as it is reported
+            signal.raise_signal(signal.SIGINT)
+            return "once"
+
+    assert report_of(Interrupted(), monkeypatch, capsys).endswith("Interrupted: once\n")
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
