@@ -246,11 +246,12 @@ def _shorten_reports(rank: int) -> None:
                 heard.set()
 
     def report_whole(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        # A launcher and the terminal may each send Ctrl-C: the second one must not end the report of the first.
+        try:
+            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except ValueError:  # not the main thread, which alone is interrupted
             report_briefly(kind, error, where)
             return
-        # A launcher and the terminal may each send Ctrl-C: the second one must not end the report of the first.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             report_briefly(kind, error, where)
         finally:

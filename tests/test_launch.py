@@ -5,9 +5,9 @@ import io
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
