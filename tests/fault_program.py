@@ -120,17 +120,20 @@ class Passing(torch.autograd.Function):
 
 
 class FaultyNet(nn.Module):
-    """Maps of a bucket each, and a buffer that is broadcast at the end of a step."""
+    """Maps of a bucket each, one more of each rank's own, and a buffer that is broadcast at the end of a step."""
 
-    def __init__(self, fault):
+    def __init__(self, fault, size):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+        self.own = nn.ModuleList(nn.Linear(8, 8) for _ in range(size))  # over gloo each is sent by its rank alone
         self.register_buffer("count", torch.zeros(3))
         self.fault = fault
 
-    def forward(self, x):
+    def forward(self, x, rank):
         self.fault.reach("forward")
         for place, layer in enumerate(self.layers):
+            if place == 1:
+                x = torch.relu(self.own[rank](x))
             # Backward comes to the last layer first, right after it has begun and has sent its mask.
             phase = f"bucket {LAYERS - 2 - place}" if place < LAYERS - 1 else "negotiate"
             x = Passing.apply(torch.tanh(layer(x)), self.fault, phase)
@@ -148,7 +151,7 @@ class NoOptimizer:
 
 
 def loss_of(model, rank, step=0):
-    return model(data(5, 8, rank=rank, step=step)).pow(2).sum()
+    return model(data(5, 8, rank=rank, step=step), rank).pow(2).sum()
 
 
 class FaultyTraining:
@@ -158,7 +161,7 @@ class FaultyTraining:
         self.fault = fault
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.seen: dict[str, object] = {"seconds": None, "error": "", "text": "", "next": ""}
-        module = seeded(FaultyNet, fault)
+        module = seeded(FaultyNet, fault, self.size)
         self.expected = mean_gradients(module, lambda twin, rank: loss_of(twin, rank).backward(), self.size)
         options = {"check_for_nan_in_grad": True} if fault.kind == "NaN" else {}
         self.model = ppe_ddp.DistributedDataParallel(
@@ -283,14 +286,14 @@ def _of_another_shape(training, _loss, restored):
     layer.weight = nn.Parameter(torch.zeros(weight.shape[0], weight.shape[1] + 1))
     restored.callback(setattr, layer, "weight", weight)
     training.optimizer.zero_grad()
-    training.model(data(5, layer.weight.shape[1], rank=training.rank)).sum().backward()
+    training.model(data(5, layer.weight.shape[1], rank=training.rank), training.rank).sum().backward()
 
 
 def _of_another_dtype(training, _loss, restored):
     module = training.model.module.double()
     restored.callback(module.float)
     training.optimizer.zero_grad()
-    training.model(data(5, 8, rank=training.rank).double()).sum().backward()
+    training.model(data(5, 8, rank=training.rank).double(), training.rank).sum().backward()
 
 
 SPOILED = {

@@ -262,6 +262,7 @@ def fail_on(rank):
     except KeyError:
         told = f"rank {dist.get_rank()}"
     failing[0] = False
+    wrapper.check_in_sync()
     wrapper.zero_grad()
     wrapper(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
     mean = (dist.get_world_size() - 1) / 2
