@@ -44,11 +44,13 @@ setup: $(STAMP) ## Make .venv with everything
 test: setup ## Run the tests (ARGS="-k launch" for some of them)
 	@$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-# How long the simulation runs histories that nobody has seen.
+# How long the simulation runs histories that nobody has seen, and which is the first: each state of the tree has its
+# own, so that whoever has the same tree sees the same ones.
 SEED_SECONDS ?= 150
+FIRST_SEED = $(shell printf %d 0x$$(git rev-parse HEAD^{tree} | head -c 7))
 
 seeds: setup ## Run fresh seeds of the simulation, on all cores (SEED_SECONDS=150)
-	@$(RUN) -m tests.simulation --seconds $(SEED_SECONDS) --jobs $$(nproc)
+	@$(RUN) -m tests.simulation --seconds $(SEED_SECONDS) --seeds $(FIRST_SEED): --jobs $$(nproc)
 
 test-nodes: setup ## Run all tests on nodes made of namespaces, as root
 	@$(RUN) -m pytest -m nodes --long -rs $(ARGS)

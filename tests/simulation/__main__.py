@@ -93,8 +93,8 @@ def main():
     parser.add_argument("--seed", type=int)
     parser.add_argument("--shrink", action="store_true", help="leave out of --seed what it needs not to fail")
     parser.add_argument("--found", action="store_true", help="histories that have failed once")
-    parser.add_argument("--seeds", default="0:100")
-    parser.add_argument("--seconds", type=float, help="run for so long, from a seed on that the clock gives")
+    parser.add_argument("--seeds", metavar="A:B", help="without B from A on; 0:100, or with --seconds from the time on")
+    parser.add_argument("--seconds", type=float, help="end after so long")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
@@ -109,11 +109,11 @@ def main():
         programs = found()
         count, failed, which = len(programs), len(run(programs, tell=_tell)), "programs that have failed once"
     else:
-        first, last = map(int, arguments.seeds.split(":"))
-        until = math.inf
+        usual = "0:100" if arguments.seconds is None else f"{int(time.time())}:"
+        first, _, last = (arguments.seeds or usual).partition(":")
+        first, last, until = int(first), int(last or int(first) + 10**9), math.inf
         if arguments.seconds is not None:
-            first, until = int(time.time()), start + arguments.seconds
-            last = first + 10**9
+            until = start + arguments.seconds
             print(f"seeds from {first} on, for {arguments.seconds:.0f} s", flush=True)
         count, failed = run_seeds(range(first, last), arguments.jobs, program_of, until)
         which = f"seeds, {first}:{last}," if until == math.inf else f"seeds from {first} on"
