@@ -266,7 +266,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         synchronizes = torch.is_grad_enabled()
         reducer = self._used() if synchronizes else self._reducer
         if reducer is not None and synchronizes:
-            reducer.synchronizer.begin_step()
+            reducer.begin_step()
             reducer.synchronizer.times.begin_forward()
         # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
         if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
