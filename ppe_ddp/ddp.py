@@ -243,7 +243,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             reducer.use_module(module_state)
             self._module_state = module_state
             self._inputs.find_device(self.module)
-        reducer.before_forward()
+        return reducer
+
+    def _used(self) -> Reducer[BucketSynchronizer] | None:
+        """:meth:`_ready` for a forward or a synchronization, which use this wrapper: saving and comparing do not."""
+        if (reducer := self._ready()) is not None:
+            reducer.before_forward()
         return reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,9 +264,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if EventLog.current is not None:
             EventLog.current.begin("forward", self)
         synchronizes = torch.is_grad_enabled()
-        reducer = self._ready() if synchronizes else self._reducer
+        reducer = self._used() if synchronizes else self._reducer
         if reducer is not None and synchronizes:
-            reducer.synchronizer.begin_step()
+            reducer.begin_step()
             reducer.synchronizer.times.begin_forward()
         # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
         if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
@@ -331,7 +336,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         If this rank has no backward in a step in which other ranks have one, call this or :meth:`finish_grad_sync`
         instead. It must be followed by :meth:`finish_grad_sync`.
         """
-        if (reducer := self._ready()) is not None:
+        if (reducer := self._used()) is not None:
             reducer.start()
 
     def finish_grad_sync(self) -> None:
@@ -339,7 +344,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         Afterwards ``.grad`` holds the averages.
         """
-        if (reducer := self._ready()) is not None:
+        if (reducer := self._used()) is not None:
             reducer.finish()
 
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:

@@ -152,6 +152,39 @@ def test_what_one_rank_has_started_is_over_where_it_hears_in_another_wrapper_tha
                 sum(outputs).sum().backward()
 
 
+@pytest.mark.parametrize("late", [0, 1])
+@on_two_ranks
+def test_what_one_rank_has_started_is_over_where_the_other_tells_of_the_failure_in_one_wrapper_after_another(late):
+    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2)]
+    first, second = wrappers[late], wrappers[1 - late]
+    abort = first._reducer.synchronizer.abort
+
+    def abort_late(*args):
+        time.sleep(0.3)
+        return abort(*args)
+
+    def fail(_gradient):
+        raise ArithmeticError("this rank alone")
+
+    first._reducer.synchronizer.abort = abort_late
+    for number in range(4):
+        first.zero_grad()
+        second.zero_grad()
+        x, is_bad = data(3, 4, rank=dist.get_rank(), step=number), number % 2 == 0
+        if is_bad and dist.get_rank():
+            first.start_grad_sync()
+            with pytest.raises(PeerAbortedError):
+                second(x).sum().backward()
+            continue
+        outputs = [first(x), second(x)]
+        if is_bad:
+            outputs[1].register_hook(fail)
+        with pytest.raises(ArithmeticError) if is_bad else contextlib.nullcontext():
+            sum(outputs).sum().backward()
+        if not is_bad:
+            assert_same_on_all_ranks(first)
+
+
 @on_two_ranks
 def test_what_has_its_averages_already_is_not_given_up():
     """Else the next step would be, and the ranks would be a step apart from then on."""

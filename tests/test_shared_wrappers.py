@@ -308,6 +308,31 @@ def test_what_is_shared_is_sent_once():
         ]
 
 
+@each_kind
+@on_two_ranks
+def test_a_wrapper_that_was_only_saved_and_compared_is_not_used(make):
+    rank = dist.get_rank()
+    used, idle = wrapped(make(2))
+    run([used, idle], [[(0, 1)]] * 2)
+    for wrapper in (used, idle):
+        wrapper.load_comm_state_dict(wrapper.comm_state_dict())
+        wrapper.check_in_sync()
+    for step in range(2):
+        used.zero_grad()
+        idle.zero_grad()
+        tables = []
+        for other in range(2):
+            twin = copy.deepcopy(used.module)
+            for micro in range(1 if other else 2):
+                loss_of([twin], [0], other, micro + step).backward()
+            tables.append(gradients(twin))
+        with used.no_sync() if rank == 0 else contextlib.nullcontext():
+            loss_of([used], [0], rank, step).backward()
+        if rank == 0:
+            loss_of([used], [0], rank, 1 + step).backward()
+        assert_gradients(used.module, mean_of(tables, 2))
+
+
 @on_two_ranks
 def test_a_wrapper_that_is_dropped_shares_nothing_any_more():
     wrappers = wrapped(tied_weights(2))

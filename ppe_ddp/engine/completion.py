@@ -372,7 +372,7 @@ class Completion:
         lock: Held while a step runs, not between steps; None makes a new one.
         then: Called by :meth:`conclude` after success, without the lock.
         turn: The turn of the synchronization, if it shares parameters with others.
-        note_failure: Called if this completion, or another one of the same backward, has failed.
+        note_failure: Called if this completion, or another one of the same backward or step, has failed.
     """
 
     _threads: ClassVar[_Thread]
@@ -500,7 +500,14 @@ class _AfterCallbacks(list[Completion]):
         except BaseException:
             for completion in self:
                 completion.note_failure()
+            note_failure_of_open()
             raise
+
+
+def note_failure_of_open() -> None:
+    """Note in all open completions of this thread that another wrapper has failed in their step."""
+    for completion in list(Completion._threads.open):
+        completion.note_failure()
 
 
 def finish(completions: Sequence[Completion]) -> None:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, T
 import torch
 
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
-from ppe_ddp.engine.completion import Completion, SharedParameters, finish, finish_and_conclude
+from ppe_ddp.engine.completion import (
+    Completion,
+    SharedParameters,
+    ends_soon,
+    finish,
+    finish_and_conclude,
+    note_failure_of_open,
+)
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
@@ -459,7 +466,7 @@ class Reducer(Generic[C]):
         A ``silent`` rank contributes and takes nothing; it only issues the collectives that other ranks wait for.
         """
         with self._lock:
-            self._forget_failed()
+            self._forget_failed(waits=True)
             if self._running() is not None or self._started is not None:
                 raise UnusableError(
                     f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
@@ -481,12 +488,25 @@ class Reducer(Generic[C]):
         """Whether :meth:`start` was called and :meth:`finish` was not."""
         return self._started is not None
 
-    def _forget_failed(self) -> None:
-        """Forget a failed synchronization that :meth:`start` began, as another step begins or this one is given up."""
-        started = self._started
+    def begin_step(self) -> None:
+        """Note that a forward begins another step."""
+        if self._started is not None:
+            with self._lock:
+                self._forget_failed(waits=True)
+        self.synchronizer.begin_step()
+
+    def _forget_failed(self, *, waits: bool = False) -> None:
+        """Forget a failed synchronization that :meth:`start` began, as another step begins or this one is given up.
+
+        A rank that fails tells of it in one wrapper after another. If this rank has heard of it in another wrapper, it
+        waits a second for it with ``waits``.
+        """
+        started, groups = self._started, self.groups
         if started is None:
             return
-        if not started.is_done and self.groups.has_failed:  # this rank has heard of it in another wrapper only
+        if not started.is_done and (
+            groups.has_failed or (waits and self.synchronizer.knows_of_failure and ends_soon(lambda: groups.has_failed))
+        ):
             finish([started])
         if started.has_failed:
             self._started = None
@@ -511,6 +531,7 @@ class Reducer(Generic[C]):
         With ``waits``, an error that :meth:`_can_wait` is raised at the end of backward instead.
         """
         instead = self.synchronizer.fail(backward, error)
+        note_failure_of_open()
         told = instead or error
         if waits and self._can_wait(told):
             backward.met = told

@@ -200,7 +200,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if EventLog.current is not None:
             EventLog.current.begin("forward", self)
         if torch.is_grad_enabled():
-            self._ready().synchronizer.begin_step()
+            self._ready().begin_step()
 
     @uncompiled
     def _leave(self, outputs: Any) -> Any:
