@@ -46,12 +46,17 @@ class CommunicationError(PpeDdpError):
         step: The step in which the first of them was seen last, by the engine's count; None if it is not known.
         phase: The last that this rank did in the step; empty if it is not known.
         reason: The error with which it has left, in one line; empty if it has none or it is not known.
+        job_rank: The rank of one of them in the job, of one that does not come any more if there is one; None if it is
+            not known.
+        is_final: True if one of them does not come any more, so that the job cannot go on.
     """
 
     ranks: tuple[int, ...] | None = None
     step: int | None = None
     phase: str = ""
     reason: str = ""
+    job_rank: int | None = None
+    is_final: bool = False
 
 
 class PeerAbortedError(PpeDdpError):
@@ -66,6 +71,7 @@ class PeerAbortedError(PpeDdpError):
         reason: Its error, in one line.
         job_rank: The rank of the job that has failed; None if it is not known. In a split model ``rank`` may be one
             that has only told this rank of it.
+        is_final: True if that rank of the job does not come any more, so that the job cannot go on.
         is_in_step: True if communication went on, so that the step is complete except for that rank's share.
     """
 
@@ -74,6 +80,7 @@ class PeerAbortedError(PpeDdpError):
     phase: str = ""
     reason: str = ""
     job_rank: int | None = None
+    is_final: bool = False
     told_in = ""  # the connections whose ranks all have the report
     is_in_step: bool = False
 
@@ -82,6 +89,7 @@ class AbortedError(PpeDdpError):
     """This rank has given a step up; named in reports to other ranks, and never raised."""
 
     job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
+    is_final: bool = False  # whether that rank does not come any more
 
 
 class NonFiniteGradientError(PpeDdpError):

@@ -6,6 +6,8 @@ What fails behind a backward, on any rank and in any shape of model, is in tests
 import contextlib
 import io
 import logging
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppe_ddp
 from parallel_layers import Toy, loss_of, reference_gradients, words
 from ppe_ddp import (
+    CommunicationError,
     DisagreementError,
     DistributedOptimizer,
     NonFiniteGradientError,
@@ -32,6 +35,7 @@ from ppe_ddp.megatron import (
     finalize,
     finalize_model_grads,
 )
+from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_four_ranks, on_two_ranks
 from test_megatron_parallel import SEQUENCE, Expert, Marked, PerToken, hold, parallel_groups, split_of
 
@@ -214,6 +218,30 @@ def test_an_error_names_the_rank_that_has_failed_and_not_one_that_has_told_of_it
         with pytest.raises(PeerAbortedError, match="cannot go on") as caught:
             finalize_model_grads([model])
         assert rank == culprit or caught.value.job_rank == culprit
+
+
+def die_in_a_step(culprit):
+    model, *_ = split_model(sharded=False)
+    model.zero_grad_buffer()
+    if dist.get_rank() == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with contextlib.suppress(PeerAbortedError, CommunicationError):
+        model(torch.ones(3, 4)).sum().backward()
+    finalize_model_grads([model])
+
+
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_an_error_names_a_rank_that_has_died_where_only_others_have_waited_for_it(culprit):
+    with Ranks(4, timeout=40) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(die_in_a_step, culprit)
+    told = caught.value.exceptions
+    assert set(told) == {0, 1, 2, 3} - {culprit}
+    assert {type(error) for error in told.values()} == {PeerAbortedError, CommunicationError}
+    for error in told.values():
+        assert (error.job_rank, error.is_final) == (culprit, True), error
+        assert "which has died" in str(error)
+        assert "start" in str(error)
+        assert "next step" not in str(error)
 
 
 @on_four_ranks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from one_process import data, mlp, seeded
 from parallel_layers import Toy, reference_gradients, whole
-from ppe_ddp import DisagreementError, PeerAbortedError
+from ppe_ddp import DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -236,6 +236,27 @@ def test_ranks_agree_on_inf_though_their_gradients_have_other_dtypes():
         scaler.update()
         assert scaler.get_scale() == (2.0 if bad else 4.0)
         assert torch.equal(before, module[1].weight) == bool(bad)
+
+
+@on_two_ranks
+def test_a_scaler_needs_as_many_optimizers_on_each_stage():
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    for parameter in module[1].parameters():
+        parameter.allreduce = rank == 0  # experts on the second stage alone
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    groups = ParallelGroups(data=alone, expert=alone, pipeline=dist.group.WORLD)
+    model = DistributedDataParallel(None, config, module, groups=groups)
+    shards = [model.sharded(), model.sharded(experts=True)] if rank else [model.sharded()]
+    optimizers = [optim.DistributedOptimizer(torch.optim.SGD, one, lr=0.5) for one in shards]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    finalize_model_grads([model])
+    with pytest.raises(UnusableError, match=f"rank {rank}: stages have from 1 to 2 distributed optimizers"):
+        scaler.step(optimizers[0])
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @on_two_ranks

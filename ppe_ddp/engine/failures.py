@@ -63,12 +63,13 @@ EQUALLY_OFTEN = (
     "call model.finish_grad_sync() on it, and where other wrappers have a backward, model.start_grad_sync() before "
     f"that backward, or the ranks wait for one another; {_JOIN}"
 )
-_ADVICE = {
+ADVICE = {
     "": "The gradients of this step are not averages: zero them and go on with the next step",
     START: "The parameters may not be those of rank 0: wrap the module again",
     CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
 }
+FINAL = "The job cannot go on: start it anew, from a checkpoint if there is one"
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
 LOOK_SECONDS = 0.2  # between looks at the store
 _GONE_SECONDS = 1.0  # for the last messages of a rank to arrive after it has gone
@@ -260,6 +261,7 @@ class Failure:
     trace: str = ""  # the last lines of its traceback
     lost: Sequence[LostRank] = ()  # the ranks that it waited for in vain, if it failed for that reason
     job_rank: int | None = None  # the rank of the job that has failed, if this one has heard of it in another group
+    is_final: bool = False  # whether that rank does not come any more
 
     def __str__(self) -> str:
         """The report as a clause, for an error message."""
@@ -275,8 +277,9 @@ class Failure:
     def of(cls, rank: int, step: int, phase: str, error: BaseException, lost: Sequence[LostRank] = ()) -> Failure:
         """The report of ``error`` on this rank."""
         frames = "".join(traceback.format_tb(error.__traceback__)[-_LAST_FRAMES:]) if not lost else ""
-        job_rank = error.job_rank if isinstance(error, AbortedError) else None
-        return cls(rank, step, phase, reason_of(error), frames[-_LONGEST_REASON:], lost, job_rank)
+        heard = error if isinstance(error, AbortedError) else AbortedError()
+        trace = frames[-_LONGEST_REASON:]
+        return cls(rank, step, phase, reason_of(error), trace, lost, heard.job_rank, heard.is_final)
 
     @classmethod
     def loaded(cls, text: bytes) -> Failure:
@@ -350,7 +353,7 @@ class Failures:
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             own = lost.pop(self._rank, None)
             if lost:
-                return lost_error(self._rank, list(lost.values()), f"rank {found} has found")
+                return lost_error(self._rank, list(lost.values()), f"rank {found} has found", self._job_rank_of)
             assert own is not None
             return CommunicationError(
                 f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
@@ -360,10 +363,11 @@ class Failures:
         reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""
-        advice = _ADVICE.get(first.phase, _ADVICE[""])
+        advice = FINAL if first.is_final else ADVICE.get(first.phase, ADVICE[""])
         error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         error.job_rank = self._job_rank_of(first.rank) if first.job_rank is None else first.job_rank
+        error.is_final = first.is_final
         error.told_in = self._name
         return error
 
@@ -431,7 +435,7 @@ class Failures:
             if gone := self._lost.gone():
                 gone_since = gone_since or monotonic()
                 if monotonic() - gone_since > _GONE_SECONDS:
-                    raise lost_error(self._rank, gone, "")
+                    raise lost_error(self._rank, gone, "", self._job_rank_of)
 
         looks = paced(look, LOOK_SECONDS, at_once=False)
         if isinstance(one, Work):
@@ -515,8 +519,9 @@ class Renewals:
         ``lost`` are the ranks that it has waited for in vain, if that is the reason.
         """
         text = reason if isinstance(reason, str) else reason_of(reason)
-        job_rank = getattr(reason, "job_rank", None)  # of another rank, of whose failure this one has been told
-        return self._do(lambda meeting: meeting.refuse([step, text, [asdict(one) for one in lost], job_rank]))
+        # Of another rank, of whose failure this one has been told.
+        heard = getattr(reason, "job_rank", None), getattr(reason, "is_final", False)
+        return self._do(lambda meeting: meeting.refuse([step, text, [asdict(one) for one in lost], *heard]))
 
     def absent(self) -> list[int]:
         """The ranks that have not come."""
@@ -574,10 +579,12 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
     return arrived
 
 
-def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> CommunicationError:
+def lost_error(
+    rank: int, lost: Sequence[LostRank], reason: str, job_rank_of: Callable[[int], int | None] = lambda _rank: None
+) -> CommunicationError:
     """The error that names the ranks, at least one, that this rank has waited for in vain.
 
-    ``reason`` tells how they were found.
+    ``reason`` tells how they were found, and ``job_rank_of`` converts a rank of the group to the rank in the job.
     """
     names = " and ".join(map(str, lost))
     if any(one.is_gone for one in lost):
@@ -593,7 +600,9 @@ def lost_error(rank: int, lost: Sequence[LostRank], reason: str) -> Communicatio
         + (f" ({reason})" if reason else "")
     )
     error.ranks = tuple(one.rank for one in lost)
+    first = next((one for one in lost if one.is_gone), lost[0])
     error.step, error.phase = lost[0].step, lost[0].phase
+    error.job_rank, error.is_final = job_rank_of(first.rank), first.is_gone
     return error
 
 
@@ -614,13 +623,13 @@ def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:
 
 def relayed(error: BaseException) -> AbortedError:
     """The error to report to another group for ``error``; it names the rank of the job that has failed."""
-    heard = error if isinstance(error, PeerAbortedError) else None
-    told = (heard and heard.reason) or reason_of(error)
-    culprit = dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank
+    told = (isinstance(error, PeerAbortedError) and error.reason) or reason_of(error)
+    job_rank = getattr(error, "job_rank", None)
+    culprit = dist.get_rank() if job_rank is None else job_rank
     if "of the job)" not in told:
         told += f" (rank {culprit} of the job)"
     aborted = AbortedError(told.removeprefix("AbortedError: "))
-    aborted.job_rank = culprit
+    aborted.job_rank, aborted.is_final = culprit, getattr(error, "is_final", False)
     return aborted
 
 

@@ -36,8 +36,10 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused, looking
 from ppe_ddp.engine.failures import (
+    ADVICE,
     CLIP,
     EQUALLY_OFTEN,
+    FINAL,
     LOOK_SECONDS,
     START,
     Failure,
@@ -320,17 +322,18 @@ class Groups:
             return
         if failed:
             raise self.failures.error(failed)
-        _, reason, found, job_rank = outcome.refusal
+        _, reason, found, job_rank, is_final = outcome.refusal
         if outcome.rank == self.rank:
-            raise lost_error(self.rank, lost, _NOT_CONNECTED)
+            raise lost_error(self.rank, lost, _NOT_CONNECTED, self.job_rank_of)
         if found:
             lost = [LostRank(**one) for one in found]
             raise self.failures.error([Failure(outcome.rank, self.step, "begun", reason, lost=lost)])
         error = PeerAbortedError(
             f"rank {self.rank}: a rank has failed again before the ranks were connected: rank {outcome.rank}: "
-            f"{reason}. The gradients of this step are not averages: zero them and go on with the next step"
+            f"{reason}. {FINAL if is_final else ADVICE['']}"
         )
         error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank) if job_rank is None else job_rank
+        error.is_final = is_final
         error.step, error.phase, error.reason = self.step, "begun", reason
         raise error
 
@@ -423,7 +426,7 @@ class Groups:
     def _look(self, phase: str = "") -> None:
         self.failures.check(phase)
         if lost := self._lost.gone():
-            raise lost_error(self.rank, lost, _NOT_STARTED if phase == START else _NOT_CONNECTED)
+            raise lost_error(self.rank, lost, _NOT_STARTED if phase == START else _NOT_CONNECTED, self.job_rank_of)
 
     def _begin_attempt(self) -> None:
         """Begin the attempt to connect again for the next step of this rank.
@@ -511,7 +514,8 @@ class Groups:
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
             is_over = all(one.is_gone for one in lost)
-            return lost_error(self.rank, lost, what if is_over else f"{what}: {error}".partition(". ")[0])
+            reason = what if is_over else f"{what}: {error}".partition(". ")[0]
+            return lost_error(self.rank, lost, reason, self.job_rank_of)
         unnamed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
             "ends here, too, so look for the first traceback of all ranks."

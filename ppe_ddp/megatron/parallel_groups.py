@@ -29,7 +29,7 @@ from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, relayed
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
-from ppe_ddp.errors import DisagreementError, PeerAbortedError
+from ppe_ddp.errors import DisagreementError, PeerAbortedError, UnusableError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,6 +210,15 @@ class CopiesOfParameters(Copies):
             if groups is not None:
                 self._parallel.all_reduce(groups, tensor, op)
 
+    def check_scaling(self) -> None:
+        fewest, most = self._parallel.optimizers_of_ranks
+        if fewest != most:
+            raise UnusableError(
+                f"rank {dist.get_rank()}: stages have from {fewest} to {most} distributed optimizers, for chunks "
+                "and experts. A GradScaler looks for inf in one after another, on all ranks, and would wait for those "
+                "that a stage lacks. Give each stage as many, or train without a GradScaler (in bfloat16)"
+            )
+
     def leave(self, error: BaseException) -> None:
         if self._parallel.tells_all:
             self._parallel.leave(error)
@@ -267,6 +276,8 @@ class ModelParallel:
 
     Attributes:
         has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
+        optimizers: How many distributed optimizers this chunk has on this rank.
+        optimizers_of_ranks: The lowest and the highest number on a rank, with all its chunks; set by :meth:`agree`.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
@@ -284,6 +295,8 @@ class ModelParallel:
         self._agreed: DisagreementError | None = None  # an error that all ranks raise
         self._sums = False  # some rank sums gradients in this step
         self.has_failed_update = False
+        self.optimizers = 0
+        self.optimizers_of_ranks = 0, 0
 
     @property
     def tells_all(self) -> bool:
@@ -350,11 +363,12 @@ class ModelParallel:
         self.renew()
         failed = dist.get_rank() if any(one.has_failed_update for one in of_chunks) else -1
         self._sums = sums or any(described.values())
+        fewest = most = sum(one.optimizers for one in of_chunks)
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code, failed, self._sums])
+            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most])
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
@@ -362,8 +376,10 @@ class ModelParallel:
             groups.note(Activity.BUCKET)  # all ranks have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])
+            fewest, most = -int(extremes[4]), int(extremes[5])
         for one in of_chunks:  # all ranks have been told
             one.has_failed_update = False
+            one.optimizers_of_ranks = fewest, most
         if failed >= 0:
             self._agreed = DisagreementError(
                 f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "

@@ -499,6 +499,7 @@ class ScaleCheck:
             return
         for other in self._found[:-1]:
             found.copy_(found.maximum(other.to(found.device)))
+        self._copies.check_scaling()
         with self._copies.agreeing():
             self._copies.all_reduce(found, dist.ReduceOp.MAX)
 

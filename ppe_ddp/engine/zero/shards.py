@@ -93,6 +93,9 @@ class Copies:
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
 
+    def check_scaling(self) -> None:  # here, all ranks have the same optimizers
+        """Check that all ranks have as many optimizers, in each of which a GradScaler looks for inf on all of them."""
+
     def leave(self, error: BaseException) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks outside the group that an optimizer's step has failed here with ``error``."""
 
