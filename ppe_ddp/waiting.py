@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -127,12 +128,16 @@ class ProgressEngine:
         self._is_advancing = False
         self._kept: list[tuple[InFlight, Any]] = []
         self._patience = _SPIN_SECONDS
+        self._slow_yield = _SLOW_YIELD_SECONDS
         self._busy_until = 0.0
 
     def expect(self, ranks: int) -> None:
-        """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores."""
+        """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores.
+
+        A yielded core is then used by another rank, which gives it back: it is yielded again however long that takes.
+        """
         if ranks > len(os.sched_getaffinity(0)):
-            self._patience = _CROWDED_SECONDS
+            self._patience, self._slow_yield = _CROWDED_SECONDS, math.inf
 
     def add(self, group: Advancing) -> None:
         """Advance ``group`` in every :meth:`progress` until it has nothing left to do."""
@@ -222,7 +227,7 @@ class ProgressEngine:
         before = time.monotonic()
         if before >= self._busy_until:
             os.sched_yield()
-            if (now := time.monotonic()) - before < _SLOW_YIELD_SECONDS:
+            if (now := time.monotonic()) - before < self._slow_yield:
                 return 0.0
             self._busy_until = now + _BUSY_SECONDS
         return _SHORTEST_NAP_SECONDS
