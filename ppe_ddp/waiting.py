@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
 import threading
 import time
@@ -35,6 +36,10 @@ _T = TypeVar("_T")
 _SPINS = 64  # rounds of the loop between looks at the clock
 _SPIN_SECONDS = 0.005  # of yielding before the first nap ...
 _CROWDED_SECONDS = 0.0001  # ... if there are more ranks than cores
+# A core that another program uses comes back some milliseconds after it was yielded, but in a tenth of one after a nap,
+# from which the kernel wakes a thread before those that have computed. So after a yield that took so long ...
+_SLOW_YIELD_SECONDS = 0.0003
+_BUSY_SECONDS = 0.5  # ... waits begin with naps, until the core is tried once more
 # A long wait, as for a network, mostly sleeps: other ranks, and threads that move messages, need the core. Naps make
 # the wait longer by this fraction at most.
 _NAP_PART = 1 / 32
@@ -123,11 +128,16 @@ class ProgressEngine:
         self._is_advancing = False
         self._kept: list[tuple[InFlight, Any]] = []
         self._patience = _SPIN_SECONDS
+        self._slow_yield = _SLOW_YIELD_SECONDS
+        self._busy_until = 0.0
 
     def expect(self, ranks: int) -> None:
-        """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores."""
+        """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores.
+
+        A yielded core is then used by another rank, which gives it back: it is yielded again however long that takes.
+        """
         if ranks > len(os.sched_getaffinity(0)):
-            self._patience = _CROWDED_SECONDS
+            self._patience, self._slow_yield = _CROWDED_SECONDS, math.inf
 
     def add(self, group: Advancing) -> None:
         """Advance ``group`` in every :meth:`progress` until it has nothing left to do."""
@@ -200,7 +210,7 @@ class ProgressEngine:
             elif nap:
                 time.sleep(nap)
             else:
-                os.sched_yield()  # another rank may need this core to arrive
+                nap = self._yield()
             if nap or is_resting or spins % _SPINS == 0:
                 if look is not None:
                     look()
@@ -211,6 +221,16 @@ class ProgressEngine:
                 if nap or now - start > self._patience:
                     nap = max(least, min(max(_SHORTEST_NAP_SECONDS, (now - start) * _NAP_PART), _LONGEST_NAP_SECONDS))
         raise AssertionError("unreachable")
+
+    def _yield(self) -> float:
+        """Yield the core, which another rank may need to arrive; the length of a nap if it is better to nap."""
+        before = time.monotonic()
+        if before >= self._busy_until:
+            os.sched_yield()
+            if (now := time.monotonic()) - before < self._slow_yield:
+                return 0.0
+            self._busy_until = now + _BUSY_SECONDS
+        return _SHORTEST_NAP_SECONDS
 
     def fence(self) -> None:
         """A full memory fence: no memory access moves across, as it is a release followed by an acquire."""

@@ -1,9 +1,12 @@
 """The progress engine: waits that leave the cores to others."""
 
+import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from ppe_ddp import waiting
 from ppe_ddp.waiting import ProgressEngine
 
 
@@ -25,6 +28,25 @@ def test_most_of_a_long_wait_is_slept_where_there_are_more_ranks_than_cores():
     begin, used = time.monotonic(), time.thread_time()
     engine.wait_until(lambda: time.monotonic() - begin > 0.3, lambda: None)
     assert time.thread_time() - used < 0.15
+
+
+@pytest.mark.parametrize(("seconds", "yields"), [(0.00001, 80), (0.002, 1)])
+def test_a_core_that_another_program_uses_is_not_yielded_again(monkeypatch, seconds, yields):
+    """It would come back some milliseconds later. After a nap it comes back at once."""
+    now, yielded = [1.0], []
+
+    def sleep(length):
+        now[0] += length
+
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(os, "sched_yield", lambda: yielded.append(sleep(seconds)))
+    engine = ProgressEngine()
+    rounds = iter(range(100))
+    for last in (40, 81):
+        engine.wait_until(lambda: next(rounds) == last)  # noqa: B023  # called here alone
+    assert len(yielded) == yields
+    now[0] += 1.0
+    engine.wait_until(lambda: len(yielded) > yields)  # it tries once more
 
 
 class Interrupting:
