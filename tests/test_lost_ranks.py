@@ -15,7 +15,7 @@ import torch.distributed as dist
 from failing import hold_told_wait
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome
 from ppe_ddp.engine import failures as failures_module
-from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals, lost_error
+from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
@@ -227,9 +227,8 @@ def test_ranks_that_wait_long_say_for_whom(shared_memory):
 )
 def test_where_a_rank_has_ended_well_or_waited_in_vain_the_others_are_told_to_join(error):
     lost = LostRank(1, f"has left: its program has ended{error}", is_gone=True)
-    assert "If it had fewer batches: for uneven numbers of batches train in `with model.join():`" in str(
-        lost_error(0, [lost], "")
-    )
+    told = Failures(BoundedStore(dist.HashStore()), "one", 0, None).lost_error([lost], "")
+    assert "If it had fewer batches: for uneven numbers of batches train in `with model.join():`" in str(told)
 
 
 def test_a_failure_that_is_explained_needs_nobody(peer):

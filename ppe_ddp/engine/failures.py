@@ -353,7 +353,7 @@ class Failures:
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             own = lost.pop(self._rank, None)
             if lost:
-                return lost_error(self._rank, list(lost.values()), f"rank {found} has found", self._job_rank_of)
+                return self.lost_error(list(lost.values()), f"rank {found} has found")
             assert own is not None
             return CommunicationError(
                 f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
@@ -369,6 +369,30 @@ class Failures:
         error.job_rank = self._job_rank_of(first.rank) if first.job_rank is None else first.job_rank
         error.is_final = first.is_final
         error.told_in = self._name
+        return error
+
+    def lost_error(self, lost: Sequence[LostRank], reason: str) -> CommunicationError:
+        """The error that names the ranks, at least one, that this rank has waited for in vain.
+
+        ``reason`` tells how they were found.
+        """
+        names = " and ".join(map(str, lost))
+        if any(one.is_gone for one in lost):
+            had_fewer = any(one.condition == Condition.LEFT.value or _HAS_WAITED.search(one.condition) for one in lost)
+            skipped = "If it has left out a backward: let it call model.finish_grad_sync() in its place"
+            fewer = f"If it had fewer batches: {_JOIN}. {skipped}. If it has failed"
+            when = fewer if had_fewer else "It does not come any more"
+            advice = f"{when}: start the job anew, from a checkpoint if there is one"
+        else:
+            advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
+        error = CommunicationError(
+            f"rank {self._rank}: the communication of this step failed, as it needs {names}. {advice}"
+            + (f" ({reason})" if reason else "")
+        )
+        first = next((one for one in lost if one.is_gone), lost[0])
+        error.ranks = tuple(one.rank for one in lost)
+        error.step, error.phase = lost[0].step, lost[0].phase
+        error.job_rank, error.is_final = self._job_rank_of(first.rank), first.is_gone
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:
@@ -435,7 +459,7 @@ class Failures:
             if gone := self._lost.gone():
                 gone_since = gone_since or monotonic()
                 if monotonic() - gone_since > _GONE_SECONDS:
-                    raise lost_error(self._rank, gone, "", self._job_rank_of)
+                    raise self.lost_error(gone, "")
 
         looks = paced(look, LOOK_SECONDS, at_once=False)
         if isinstance(one, Work):
@@ -577,33 +601,6 @@ def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
 
     threading.Thread(target=wait, name="ppe_ddp-message", daemon=True).start()
     return arrived
-
-
-def lost_error(
-    rank: int, lost: Sequence[LostRank], reason: str, job_rank_of: Callable[[int], int | None] = lambda _rank: None
-) -> CommunicationError:
-    """The error that names the ranks, at least one, that this rank has waited for in vain.
-
-    ``reason`` tells how they were found, and ``job_rank_of`` converts a rank of the group to the rank in the job.
-    """
-    names = " and ".join(map(str, lost))
-    if any(one.is_gone for one in lost):
-        had_fewer = any(one.condition == Condition.LEFT.value or _HAS_WAITED.search(one.condition) for one in lost)
-        skipped = "If it has left out a backward: let it call model.finish_grad_sync() in its place"
-        fewer = f"If it had fewer batches: {_JOIN}. {skipped}. If it has failed"
-        when = fewer if had_fewer else "It does not come any more"
-        advice = f"{when}: start the job anew, from a checkpoint if there is one"
-    else:
-        advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
-    error = CommunicationError(
-        f"rank {rank}: the communication of this step failed, as it needs {names}. {advice}"
-        + (f" ({reason})" if reason else "")
-    )
-    error.ranks = tuple(one.rank for one in lost)
-    first = next((one for one in lost if one.is_gone), lost[0])
-    error.step, error.phase = lost[0].step, lost[0].phase
-    error.job_rank, error.is_final = job_rank_of(first.rank), first.is_gone
-    return error
 
 
 def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:

@@ -50,7 +50,6 @@ from ppe_ddp.engine.failures import (
     Renewals,
     is_explained,
     is_of_transport,
-    lost_error,
     obstacle,
 )
 from ppe_ddp.engine.group_duplicates import (
@@ -324,7 +323,7 @@ class Groups:
             raise self.failures.error(failed)
         _, reason, found, job_rank, is_final = outcome.refusal
         if outcome.rank == self.rank:
-            raise lost_error(self.rank, lost, _NOT_CONNECTED, self.job_rank_of)
+            raise self.failures.lost_error(lost, _NOT_CONNECTED)
         if found:
             lost = [LostRank(**one) for one in found]
             raise self.failures.error([Failure(outcome.rank, self.step, "begun", reason, lost=lost)])
@@ -333,8 +332,7 @@ class Groups:
             f"{reason}. {FINAL if is_final else ADVICE['']}"
         )
         error.rank, error.job_rank = outcome.rank, self.job_rank_of(outcome.rank) if job_rank is None else job_rank
-        error.is_final = is_final
-        error.step, error.phase, error.reason = self.step, "begun", reason
+        error.step, error.phase, error.reason, error.is_final = self.step, "begun", reason, is_final
         raise error
 
     def _failed_since(self) -> list[Failure]:
@@ -426,7 +424,7 @@ class Groups:
     def _look(self, phase: str = "") -> None:
         self.failures.check(phase)
         if lost := self._lost.gone():
-            raise lost_error(self.rank, lost, _NOT_STARTED if phase == START else _NOT_CONNECTED, self.job_rank_of)
+            raise self.failures.lost_error(lost, _NOT_STARTED if phase == START else _NOT_CONNECTED)
 
     def _begin_attempt(self) -> None:
         """Begin the attempt to connect again for the next step of this rank.
@@ -514,8 +512,7 @@ class Groups:
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
             is_over = all(one.is_gone for one in lost)
-            reason = what if is_over else f"{what}: {error}".partition(". ")[0]
-            return lost_error(self.rank, lost, reason, self.job_rank_of)
+            return self.failures.lost_error(lost, what if is_over else f"{what}: {error}".partition(". ")[0])
         unnamed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
             "ends here, too, so look for the first traceback of all ranks."

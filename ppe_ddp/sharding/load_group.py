@@ -18,7 +18,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
 from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.backends.rank_store import BoundedStore
-from ppe_ddp.engine.failures import Failure, Failures, LostRanks, lost_error
+from ppe_ddp.engine.failures import Failure, Failures, LostRanks
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
@@ -146,7 +146,7 @@ class _Processes:
             return None
         with suppress(dist.DistError, CommunicationError):
             failures.report(Failure.of(self._rank, 0, "checkpoint", error, lost))
-        return lost_error(self._rank, lost, f"the ranks of a checkpoint lost each other: {error}")
+        return failures.lost_error(lost, f"the ranks of a checkpoint lost each other: {error}")
 
 
 class _LoadGroupCount:
