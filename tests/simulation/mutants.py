@@ -333,7 +333,7 @@ MUTANTS = [
             "split: who relays a failure names itself",
             parallel_groups,
             "relayed",
-            "dist.get_rank() if heard is None or heard.job_rank is None else heard.job_rank",
+            "dist.get_rank() if job_rank is None else job_rank",
             "dist.get_rank()",
         ),
         ("split: one group alone hears of an update", PARALLEL, "agree", "failed = int(extremes[2])", "pass"),
