@@ -1,7 +1,8 @@
 """The one loop that waits for other ranks, and advances all operations of this process meanwhile.
 
     wait_until(arrived, look)     advance all operations, of every group; return if arrived()
-                                  yield the core, or nap once some milliseconds are over; call look() now and then
+                                  yield the core, or nap once some milliseconds are over or if another program uses
+                                  the core; call look() now and then
 
 A rank that waits in one group advances operations of other groups, for which other ranks may wait. So no order of
 collectives on different groups deadlocks. ``look`` raises to end a wait, as after the failure of a rank. Ctrl-C ends it
