@@ -165,7 +165,7 @@ sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 
 
 def test_an_import_and_a_step_import_nothing_heavy(tmp_path):
-    code, output, errors = run([sys.executable, "-c", STEP, f"file://{tmp_path}/store"], timeout=120)
+    code, output, errors = run([sys.executable, "-c", STEP, f"file://{tmp_path}/store"], timeout=300)
     assert code == 0, errors
     lines = output.splitlines()
     assert len(lines) == 3

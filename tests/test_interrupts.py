@@ -76,7 +76,7 @@ def test_all_ranks_end(launcher, how, tmp_path):
 
 def await_pids(told, process):
     """The pids of both ranks, once they train."""
-    launcher, text, deadline = os.pidfd_open(process.pid), "", time.monotonic() + 60
+    launcher, text, deadline = os.pidfd_open(process.pid), "", time.monotonic() + 150
     while text.count("\n") < 2:
         ready, _, _ = select.select([told, launcher], [], [], max(0.0, deadline - time.monotonic()))
         assert told in ready, process.stderr.read() if launcher in ready else "the ranks have not begun in time"

@@ -337,7 +337,7 @@ class Kept:
 
 kept = Kept()
 """
-    code, _, errors = run([sys.executable, "-c", script], timeout=60)
+    code, _, errors = run([sys.executable, "-c", script], timeout=150)
     assert (code, "CommunicationError: this process ends" in errors) == (0, True), errors
 
 
