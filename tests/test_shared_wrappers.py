@@ -273,6 +273,30 @@ def test_each_rank_has_a_backward_of_another_one_alone(make):
 
 @each_kind
 @on_two_ranks
+def test_what_was_unfrozen_is_averaged_once_where_one_wrapper_starts_before_another_ones_forward(make):
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(module) for module in make(2)]
+    for step in range(3):
+        for is_trained in (False, True):
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+                wrapper.module.requires_grad_(is_trained)
+            if not is_trained:
+                loss_of(wrappers, [0, 1], rank, step)
+        means = []
+        for other in range(2):
+            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
+            loss_of(twins, [0], other, step).backward()
+            means.append([gradients(twin) for twin in twins])
+        wrappers[1].start_grad_sync()
+        loss_of(wrappers, [0], rank, step).backward()
+        wrappers[1].finish_grad_sync()
+        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
+            assert_gradients(wrapper.module, mean_of(tables, 2))
+
+
+@each_kind
+@on_two_ranks
 def test_a_rank_fails_between_what_it_has_started_and_its_backward(make):
     rank = dist.get_rank()
     wrappers = [DistributedDataParallel(module) for module in make(2)]
