@@ -321,6 +321,34 @@ def test_a_rank_fails_between_what_it_has_started_and_its_backward(make):
             wrapper.zero_grad()
 
 
+@each_kind
+@on_two_ranks
+def test_after_a_failed_step_what_was_started_has_a_forward_of_which_no_backward_follows(make):
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(module) for module in make(2)]
+    for fails in (False, True, False, True, True, False):
+        means = []
+        for other in range(2):
+            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
+            loss_of(twins, [other], other, 0).backward()
+            means.append([gradients(twin) for twin in twins])
+        wrappers[1 - rank].start_grad_sync()
+        unused = [wrapper(data(4, 3)) for wrapper in wrappers]
+        if fails and rank == 1:
+            for wrapper in wrappers:
+                wrapper.abort_grad_sync("its loss has raised")
+        else:
+            with pytest.raises(PeerAbortedError, match="its loss") if fails else contextlib.nullcontext():
+                loss_of(wrappers, [rank], rank, 0).backward()
+                wrappers[1 - rank].finish_grad_sync()
+        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
+            if not fails:
+                assert_gradients(wrapper.module, mean_of(tables, 2))
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        del unused
+
+
 @on_two_ranks
 def test_what_is_shared_is_sent_once():
     wrappers = wrapped(tied_weights(2))
