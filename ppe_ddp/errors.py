@@ -57,6 +57,7 @@ class CommunicationError(PpeDdpError):
     reason: str = ""
     job_rank: int | None = None
     is_final: bool = False
+    job_ranks: tuple[int | None, ...] = ()  # those of ``ranks`` in the job
 
 
 class PeerAbortedError(PpeDdpError):

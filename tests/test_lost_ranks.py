@@ -122,6 +122,8 @@ def test_one_that_leaves_says_so_before_it_is_gone(peer):
         "rank 1, which has left: its program has ended by an error that nobody has caught, KeyError: 'x' (it had begun "
         "no backward)"
     )
+    told = Failures(BoundedStore(dist.HashStore()), "one", 0, None).lost_error([left], "")
+    assert told.reason == "KeyError: 'x'"
 
 
 @pytest.mark.parametrize(

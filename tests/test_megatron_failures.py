@@ -4,6 +4,7 @@ What fails behind a backward, on any rank and in any shape of model, is in tests
 """
 
 import contextlib
+import datetime
 import io
 import logging
 import os
@@ -242,6 +243,32 @@ def test_an_error_names_a_rank_that_has_died_where_only_others_have_waited_for_i
         assert "which has died" in str(error)
         assert "start" in str(error)
         assert "next step" not in str(error)
+
+
+@on_four_ranks
+def test_who_comes_too_late_is_told_so_where_ranks_have_other_numbers_among_those_of_its_experts():
+    rank, short = dist.get_rank(), datetime.timedelta(seconds=2)
+    experts = [dist.new_group(ranks, timeout=short) for ranks in ([0, 2], [1, 3])]
+    groups = ParallelGroups(data=dist.new_group(timeout=short), expert=experts[rank % 2])
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in net[1].parameters():
+        parameter.allreduce = False
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), net, groups=groups)
+
+    def step():
+        model.zero_grad_buffer()
+        model(torch.ones(1, 2)).sum().backward()
+        finalize_model_grads(model)
+
+    step()
+    if rank == 3:
+        dist.barrier()  # until the others have given the step up
+    told = "rank 3: this rank came too late" if rank == 3 else "needs rank 3, which has not come"
+    with pytest.raises(CommunicationError, match=told):
+        step()
+    if rank != 3:
+        dist.barrier()
+    step()
 
 
 @on_four_ranks

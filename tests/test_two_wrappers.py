@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import test_megatron_graphs as graphs
 from law_models import Recipe, losses
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mean_of, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError
+from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fused
 from test_graphs_broken import step as one_step
@@ -173,3 +174,27 @@ def test_an_error_in_megatrons_wrapper_ends_the_backward_of_a_plain_one(overlap)
             torch.testing.assert_close(parameter.main_grad, want[name])
         plain.zero_grad()
         megatron.zero_grad_buffer()
+
+
+def waits_in_vain_in_three_wrappers():
+    models = [DistributedDataParallel(seeded(nn.Linear, 2, 2)) for _ in range(3)]
+
+    def step():
+        x = torch.ones(1, 2)
+        for model in models:
+            x = model(x)
+        x.sum().backward()
+
+    step()
+    if dist.get_rank() == 1:  # it has no second step
+        return None
+    with pytest.raises(CommunicationError) as caught:
+        step()
+    error = caught.value
+    return error.ranks, error.job_rank, error.step, error.phase
+
+
+def test_an_error_at_the_timeout_tells_of_the_late_rank_as_with_one_wrapper():
+    with Ranks(2, timeout=60, group_timeout=2) as ranks:
+        told, _ = ranks.run(waits_in_vain_in_three_wrappers)
+    assert told == ((1,), 1, 1, "done")

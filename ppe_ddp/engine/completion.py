@@ -103,6 +103,7 @@ class SharedParameters:
         # Returns None unless a backward is running that has passed outputs of this wrapper.
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
+        # The parameters in common with each other wrapper of which one of both has listed all as frozen.
         self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._all.add(self)
         self._number = next(self._numbers)
@@ -131,10 +132,9 @@ class SharedParameters:
             else:
                 self._others.add(other)
                 other._others.add(self)
-        frozen = [parameter for parameter in module_state.parameters if not parameter.requires_grad]
-        for other in list(self._all) if frozen and not self._exclusive else ():
-            common = [parameter for parameter in frozen if id(parameter) in other.index]
-            if common and not (other is self or other._exclusive):
+        for other in list(self._all) if not self._exclusive else ():
+            common = [module_state.parameters[self.index[one]] for one in self.index.keys() & other.index.keys()]
+            if common and not (other is self or other._exclusive or other in self._others):
                 self._frozen[other] = other._frozen[self] = common
 
     def check(self) -> None:
@@ -184,8 +184,10 @@ class SharedParameters:
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
         # A parameter that only this rank has frozen takes turns on the other ranks. A gradient that it still has here
-        # is averaged, so this rank must take turns as well.
-        if self._frozen and any(one.grad is not None for common in list(self._frozen.values()) for one in common):
+        # is averaged, so this rank must take turns as well. One that was unfrozen may get a gradient from the other
+        # wrapper, which lists its module anew in its next forward.
+        frozen = (one for common in list(self._frozen.values()) for one in common)
+        if any(one.requires_grad or one.grad is not None for one in frozen):
             return Turn(self)
         self._is_used = False
         return None
@@ -603,7 +605,7 @@ def _late_error(groups: Groups, seconds: float) -> CommunicationError | PeerAbor
 def _copy_of(error: CommunicationError | PeerAbortedError) -> CommunicationError:
     """Copy ``error`` for another wrapper of the same backward: finding the ranks again would take half a second."""
     again = CommunicationError(*error.args)
-    again.ranks = getattr(error, "ranks", ())
+    again.__dict__.update({"ranks": (), **error.__dict__})
     return again
 
 

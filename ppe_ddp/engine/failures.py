@@ -85,6 +85,7 @@ _RARELY_SECONDS = 600.0  # ... up to this
 _COMPLETING_SECONDS = 5.0  # for other ranks of this node to complete the step that is complete here ...
 _STOPPED_SECONDS = 1.0  # ... if they are stopped: their user may let them go on
 _ARRIVING_SECONDS = 0.3  # for ranks of other nodes, whose progress is not visible
+_UNCAUGHT = "an error that nobody has caught, "
 _SILENT = "does not answer"
 _LATE = "has not come"
 
@@ -99,6 +100,7 @@ class LostRank:
     phase: str = ""  # the name of its last activity in that step
     last: str = ""  # the last activity as a verb phrase; empty if unknown
     is_gone: bool = False  # whether it will never come
+    reason: str = ""  # the error with which it has left
 
     def __str__(self) -> str:
         """The rank and its state, for an error message."""
@@ -114,7 +116,7 @@ class LostRanks:
 
     def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
         self._reports = Reports(store, f"ppe_ddp/present/{name}")
-        self._rank = rank
+        self._rank, self.world_size = rank, world_size
         self._processes = processes
         self._elsewhere = set(range(world_size)) - {rank, *processes.on_this_node}
         self._has_answered = False
@@ -195,12 +197,12 @@ class LostRanks:
     def leave(self) -> None:
         """Tell the other ranks that this process is about to end, and of which error if that is known."""
         error = getattr(sys, "last_value", None)
-        text = f"an error that nobody has caught, {type(error).__name__}: {error}" if error is not None else ""
+        text = f"{_UNCAUGHT}{type(error).__name__}: {error}" if error is not None else ""
         self._processes.leave(text)
         if self._elsewhere:
             own = self._processes.position(self._rank)
             with suppress(dist.DistError, CommunicationError):
-                self._tell([self._lost(self._rank, _said(Condition.LEFT, text), own, is_gone=True)])
+                self._tell([self._lost(self._rank, _said(Condition.LEFT, text), own, text, is_gone=True)])
 
     def behind(self, ranks: Sequence[int]) -> list[LostRank]:
         """A :class:`LostRank` for each of ``ranks``, which have not come, with what is known of it."""
@@ -212,7 +214,7 @@ class LostRanks:
         for rank, (condition, text) in self._processes.lost().items():
             said = _said(condition, text)
             is_gone = condition is not Condition.STOPPED
-            found.append(self._lost(rank, said, self._processes.position(rank), is_gone=is_gone))
+            found.append(self._lost(rank, said, self._processes.position(rank), text, is_gone=is_gone))
         return found
 
     def _tell(self, lost: list[LostRank]) -> None:
@@ -240,10 +242,13 @@ class LostRanks:
         late = {rank: position for rank, position in positions.items() if position is not None and position < own}
         return [self._lost(rank, _LATE, position) for rank, position in sorted(late.items())]
 
-    def _lost(self, rank: int, condition: str, position: Position | None, *, is_gone: bool = False) -> LostRank:
+    def _lost(
+        self, rank: int, condition: str, position: Position | None, text: str = "", *, is_gone: bool = False
+    ) -> LostRank:
+        reason = text.removeprefix(_UNCAUGHT)
         if position is None:
-            return LostRank(rank, condition, is_gone=is_gone)
-        return LostRank(rank, condition, position.step, position.phase, str(position), is_gone)
+            return LostRank(rank, condition, is_gone=is_gone, reason=reason)
+        return LostRank(rank, condition, position.step, position.phase, str(position), is_gone, reason)
 
 
 def _said(condition: Condition, text: str) -> str:
@@ -330,6 +335,19 @@ class Failures:
         """Write the report; called before the connections are closed, so that ranks that see them closed find it."""
         self._reports.append(json.dumps(asdict(failure)))
 
+    def report_error(self, step: int, phase: str, error: BaseException) -> None:
+        """Report that this rank has failed with ``error``, or for which ranks it has waited in vain.
+
+        Such ranks may be of another group of the wrapper: they have other numbers here, or are not here.
+        """
+        lost: Sequence[LostRank] = ()
+        if isinstance(error, CommunicationError) and error.ranks:
+            own = {self._job_rank_of(rank): rank for rank in range(self._lost.world_size)}
+            is_known = error.job_ranks and None not in own
+            lost = self._lost.behind([own[r] for r in error.job_ranks if r in own] if is_known else error.ranks)
+            error = error if lost else relayed(error)
+        self.report(Failure.of(self._rank, step, phase, error, lost))
+
     def of_others(self) -> list[Failure]:
         """The reports of the other ranks so far."""
         failures = [Failure.loaded(text) for text in self._reports.look()]
@@ -392,7 +410,9 @@ class Failures:
         first = next((one for one in lost if one.is_gone), lost[0])
         error.ranks = tuple(one.rank for one in lost)
         error.step, error.phase = lost[0].step, lost[0].phase
+        error.reason = next((one.reason for one in lost if one.reason), "")
         error.job_rank, error.is_final = self._job_rank_of(first.rank), first.is_gone
+        error.job_ranks = tuple(map(self._job_rank_of, error.ranks))
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:

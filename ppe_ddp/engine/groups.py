@@ -262,13 +262,15 @@ class Groups:
         with contextlib.suppress(dist.DistError, CommunicationError):
             if others := self.failures.of_others():  # a rank that had connected has failed and closed its end
                 return self.failures.error(others)
-        if isinstance(error, CommunicationError) and error.reason and error.ranks:  # that rank has not reported it yet
+        if isinstance(error, CommunicationError) and error.reason and error.ranks and not error.is_final:
+            # That rank has not reported it yet.
             return self.failures.error([Failure(error.ranks[0], self.step + 1, "begun", error.reason)])
         failed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
             "next step"
         )
-        failed.ranks = getattr(error, "ranks", None)
+        if isinstance(error, CommunicationError):
+            failed.__dict__.update(error.__dict__)
         return failed
 
     @property
@@ -460,7 +462,7 @@ class Groups:
         if self._renewals.is_open:
             self.step += 1
             if not isinstance(error, PeerAbortedError):
-                self.failures.report(Failure.of(self.rank, self.step, "begun", error, self._lost_of(error)))
+                self.failures.report_error(self.step, "begun", error)
             self.buckets = self.control = self.parent
             self.processes.note_closed()
             self._releases |= close(registered_duplicates(self.parent, self._made_as))
@@ -539,18 +541,13 @@ class Groups:
                 instead = self.explained(error, "the communication of this step")
             told = self.failures.to_report(instead or error)
             if told is not None:
-                lost = self._lost_of(told)
                 with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self.failures.report(Failure.of(self.rank, self.step, phase, told, lost))
+                    self.failures.report_error(self.step, phase, told)
             clear_frames(error)
             self._lost.await_completion()
         finally:  # even if an interrupt ends a wait
             self.close()
         return instead
-
-    def _lost_of(self, error: BaseException) -> Sequence[LostRank]:
-        """The ranks that this one has waited for in vain, if ``error`` names them."""
-        return self._lost.behind(error.ranks or ()) if isinstance(error, CommunicationError) else ()
 
     def close(self) -> None:
         """Close the duplicates; ranks that wait in them leave with an error at once."""

@@ -504,10 +504,14 @@ class Reducer(Generic[C]):
         started, groups = self._started, self.groups
         if started is None:
             return
-        if not started.is_done and (
-            groups.has_failed or (waits and self.synchronizer.knows_of_failure and ends_soon(lambda: groups.has_failed))
-        ):
-            finish([started])
+        if not started.is_done:
+            is_known = waits and self.synchronizer.knows_of_failure
+            if groups.is_closed and not groups.is_renewing:  # since an earlier step: nothing was sent in this one
+                has_failed = is_known
+            else:
+                has_failed = groups.has_failed or (is_known and ends_soon(lambda: groups.has_failed))
+            if has_failed:
+                finish([started])
         if started.has_failed:
             self._started = None
 
