@@ -233,7 +233,7 @@ MUTANTS = [
             "if name not in self._before",
             "if False",
         ),
-        ("a failure is not reported", GROUPS, "fail", "self.failures.report(", "bool("),
+        ("a failure is not reported", GROUPS, "fail", "self.failures.report_error(self.step, phase, told)", "pass"),
         ("connections are not made anew", GROUPS, "fail", "self.close()", "pass"),
         (
             "connections are closed before the report",
