@@ -46,8 +46,8 @@ class CommunicationError(PpeDdpError):
         step: The step in which the first of them was seen last, by the engine's count; None if it is not known.
         phase: The last that this rank did in the step; empty if it is not known.
         reason: The error with which it has left, in one line; empty if it has none or it is not known.
-        job_rank: The rank of one of them in the job, of one that does not come any more if there is one; None if it is
-            not known.
+        job_ranks: Their ranks in the job, None for one that is not known.
+        job_rank: One of these, of a rank that does not come any more if there is one.
         is_final: True if one of them does not come any more, so that the job cannot go on.
     """
 
@@ -55,9 +55,9 @@ class CommunicationError(PpeDdpError):
     step: int | None = None
     phase: str = ""
     reason: str = ""
+    job_ranks: tuple[int | None, ...] = ()
     job_rank: int | None = None
     is_final: bool = False
-    job_ranks: tuple[int | None, ...] = ()  # those of ``ranks`` in the job
 
 
 class PeerAbortedError(PpeDdpError):
