@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
@@ -655,13 +656,29 @@ def signed_again(path):
     manifest.write_text(json.dumps({"content": content, "sha256": sha256(content.encode()).hexdigest()}))
 
 
+class AsPython3110:
+    """An attribute, pickled as Python 3.11.0 to 3.11.3 pickles members of enumerations."""
+
+    def __init__(self, *owner_and_name):
+        self.place = owner_and_name
+
+    def __reduce__(self):
+        return getattr, self.place
+
+
+def test_metadata_that_another_python_has_written_is_read():
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    content = pickle.dumps(AsPython3110(type(member), member.name))
+    assert checkpoint_files._MetadataUnpickler(io.BytesIO(content)).load() is member
+
+
 def test_nothing_in_a_checkpoint_is_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpointer = Checkpointer(tmp_path / "all", {"model": nn.Linear(2, 2)})
     path = checkpointer.save(1)
     metadata = path / ".metadata"
     original = metadata.read_bytes()
-    for hostile in (Hostile(), {"state_dict_metadata": Hostile()}):
+    for hostile in (Hostile(), {"state_dict_metadata": Hostile()}, AsPython3110(torch.Size, "numel")):
         metadata.write_bytes(pickle.dumps(hostile))
         signed_again(path)
         with pytest.raises(CheckpointError, match=r"UnpicklingError: \.metadata wants .*refused"):

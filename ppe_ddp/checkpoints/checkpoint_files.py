@@ -17,6 +17,7 @@ Imported only when a Checkpointer is made, as importing torch.distributed.checkp
 from __future__ import annotations
 
 import difflib
+import enum
 import hashlib
 import io
 import json
@@ -262,7 +263,17 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if module.split(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # the folder in which it was saved; not used
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of  # as which Python 3.11.0 to 3.11.3 writes a member of an enumeration
         raise pickle.UnpicklingError(f"{METADATA} wants {module}.{name}, which torch does not write there: refused")
+
+
+def _member_of(kind: object, name: str) -> object:
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(
+            f"{METADATA} wants {name!r} of {kind!r}, which torch does not write there: refused"
+        )
+    return kind[name]
 
 
 class _PlainSavePlanner(DefaultSavePlanner):
