@@ -6,6 +6,7 @@ It chooses backend and device, and makes the store at which ranks meet. The laun
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import importlib.util
 import inspect
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,6 +230,7 @@ def _shorten_reports(rank: int) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         atexit.register(_exit_after_the_cause, heard)  # registered first, so it runs last
 
+    @_uninterrupted()
     def report_briefly(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         own = [frame for frame in traceback.extract_tb(where) if not frame.filename.startswith(_NOT_OF_USERS)]
         is_interrupt = rank > 0 and isinstance(error, KeyboardInterrupt)
@@ -245,19 +247,21 @@ def _shorten_reports(rank: int) -> None:
             if not isinstance(error, DisagreementError):  # all ranks raise that one
                 heard.set()
 
-    def report_whole(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        # A launcher and the terminal may each send Ctrl-C: the second one must not end the report of the first.
-        try:
-            handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        except ValueError:  # not the main thread, which alone is interrupted
-            report_briefly(kind, error, where)
-            return
-        try:
-            report_briefly(kind, error, where)
-        finally:
-            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+    sys.excepthook = report_briefly
 
-    sys.excepthook = report_whole
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C meanwhile: a launcher and the terminal may each send one, and the second must not end a report."""
+    try:
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread, which alone is interrupted
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
 
 
 def _exit_after_the_cause(heard: threading.Event) -> None:

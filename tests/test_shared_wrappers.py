@@ -257,16 +257,12 @@ def test_each_rank_has_a_backward_of_another_one_alone(make):
     rank = dist.get_rank()
     wrappers = [DistributedDataParallel(module) for module in make(2)]
     for step in range(3):
-        expected = []
-        for other in range(2):
-            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
-            loss_of(twins, [other], other, step).backward()
-            expected.append([gradients(twin) for twin in twins])
+        want = expected([wrapper.module for wrapper in wrappers], [[(0,)], [(1,)]], step)
         wrappers[1 - rank].start_grad_sync()
         loss_of(wrappers, [rank], rank, step).backward()
         wrappers[1 - rank].finish_grad_sync()
-        for wrapper, tables in zip(wrappers, zip(*expected, strict=True), strict=True):
-            assert_gradients(wrapper.module, mean_of(tables, 2))
+        for wrapper, table in zip(wrappers, want, strict=True):
+            assert_gradients(wrapper.module, table)
         for wrapper in wrappers:
             wrapper.zero_grad()
 
@@ -283,57 +279,34 @@ def test_what_was_unfrozen_is_averaged_once_where_one_wrapper_starts_before_anot
                 wrapper.module.requires_grad_(is_trained)
             if not is_trained:
                 loss_of(wrappers, [0, 1], rank, step)
-        means = []
-        for other in range(2):
-            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
-            loss_of(twins, [0], other, step).backward()
-            means.append([gradients(twin) for twin in twins])
+        want = expected([wrapper.module for wrapper in wrappers], [[(0,)]] * 2, step)
         wrappers[1].start_grad_sync()
         loss_of(wrappers, [0], rank, step).backward()
         wrappers[1].finish_grad_sync()
-        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
-            assert_gradients(wrapper.module, mean_of(tables, 2))
+        for wrapper, table in zip(wrappers, want, strict=True):
+            assert_gradients(wrapper.module, table)
 
 
 @each_kind
 @on_two_ranks
 def test_a_rank_fails_between_what_it_has_started_and_its_backward(make):
-    rank = dist.get_rank()
-    wrappers = [DistributedDataParallel(module) for module in make(2)]
-    for fails in (False, True, False, True, False):
-        means = []
-        for other in range(2):
-            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
-            loss_of(twins, [other], other, 0).backward()
-            means.append([gradients(twin) for twin in twins])
-        wrappers[1 - rank].start_grad_sync()
-        if fails and rank == 1:
-            for wrapper in wrappers:
-                wrapper.abort_grad_sync("its loss has raised")
-        else:
-            with pytest.raises(PeerAbortedError, match="its loss") if fails else contextlib.nullcontext():
-                loss_of(wrappers, [rank], rank, 0).backward()
-                wrappers[1 - rank].finish_grad_sync()
-        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
-            if not fails:
-                assert_gradients(wrapper.module, mean_of(tables, 2))
-        for wrapper in wrappers:
-            wrapper.zero_grad()
+    hold_failed_steps(make, (False, True, False, True, False), forwards=False)
 
 
 @each_kind
 @on_two_ranks
 def test_after_a_failed_step_what_was_started_has_a_forward_of_which_no_backward_follows(make):
+    hold_failed_steps(make, (False, True, False, True, True, False), forwards=True)
+
+
+def hold_failed_steps(make, steps, *, forwards):
+    """Each rank starts the other one's wrapper, and in steps that are True rank 1 fails; with ``forwards`` of both."""
     rank = dist.get_rank()
     wrappers = [DistributedDataParallel(module) for module in make(2)]
-    for fails in (False, True, False, True, True, False):
-        means = []
-        for other in range(2):
-            twins = copy.deepcopy([wrapper.module for wrapper in wrappers])
-            loss_of(twins, [other], other, 0).backward()
-            means.append([gradients(twin) for twin in twins])
+    for fails in steps:
+        want = expected([wrapper.module for wrapper in wrappers], [[(0,)], [(1,)]], 0)
         wrappers[1 - rank].start_grad_sync()
-        unused = [wrapper(data(4, 3)) for wrapper in wrappers]
+        unused = [wrapper(data(4, 3)) for wrapper in wrappers] if forwards else []
         if fails and rank == 1:
             for wrapper in wrappers:
                 wrapper.abort_grad_sync("its loss has raised")
@@ -341,9 +314,9 @@ def test_after_a_failed_step_what_was_started_has_a_forward_of_which_no_backward
             with pytest.raises(PeerAbortedError, match="its loss") if fails else contextlib.nullcontext():
                 loss_of(wrappers, [rank], rank, 0).backward()
                 wrappers[1 - rank].finish_grad_sync()
-        for wrapper, tables in zip(wrappers, zip(*means, strict=True), strict=True):
+        for wrapper, table in zip(wrappers, want, strict=True):
             if not fails:
-                assert_gradients(wrapper.module, mean_of(tables, 2))
+                assert_gradients(wrapper.module, table)
         for wrapper in wrappers:
             wrapper.zero_grad()
         del unused

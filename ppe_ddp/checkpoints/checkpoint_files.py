@@ -265,15 +265,17 @@ class _MetadataUnpickler(pickle.Unpickler):
             return PurePosixPath  # the folder in which it was saved; not used
         if (module, name) == ("builtins", "getattr"):
             return _member_of  # as which Python 3.11.0 to 3.11.3 writes a member of an enumeration
-        raise pickle.UnpicklingError(f"{METADATA} wants {module}.{name}, which torch does not write there: refused")
+        raise _refused(f"{module}.{name}")
 
 
 def _member_of(kind: object, name: str) -> object:
     if not isinstance(kind, enum.EnumMeta):
-        raise pickle.UnpicklingError(
-            f"{METADATA} wants {name!r} of {kind!r}, which torch does not write there: refused"
-        )
+        raise _refused(f"{name!r} of {kind!r}")
     return kind[name]
+
+
+def _refused(what: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"{METADATA} wants {what}, which torch does not write there: refused")
 
 
 class _PlainSavePlanner(DefaultSavePlanner):

@@ -407,12 +407,12 @@ class Failures:
             f"rank {self._rank}: the communication of this step failed, as it needs {names}. {advice}"
             + (f" ({reason})" if reason else "")
         )
-        first = next((one for one in lost if one.is_gone), lost[0])
+        first = next((k for k, one in enumerate(lost) if one.is_gone), 0)
         error.ranks = tuple(one.rank for one in lost)
+        error.job_ranks = tuple(map(self._job_rank_of, error.ranks))
+        error.job_rank, error.is_final = error.job_ranks[first], lost[first].is_gone
         error.step, error.phase = lost[0].step, lost[0].phase
         error.reason = next((one.reason for one in lost if one.reason), "")
-        error.job_rank, error.is_final = self._job_rank_of(first.rank), first.is_gone
-        error.job_ranks = tuple(map(self._job_rank_of, error.ranks))
         return error
 
     def to_report(self, error: BaseException) -> BaseException | None:
