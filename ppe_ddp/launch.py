@@ -239,11 +239,11 @@ def _shorten_reports(rank: int) -> None:
             report(kind, error, where)
         elif is_interrupt:
             place = f"{where.tb_frame.f_code.co_filename}, line {where.tb_lineno}"
-            print(f"rank {rank} was interrupted, in {place}", file=sys.stderr)
+            sys.stderr.write(f"rank {rank} was interrupted, in {place}\n")
         else:
-            print(f"rank {rank} has ended here:", file=sys.stderr)
-            print("".join(traceback.format_list(own[-1:])), end="", file=sys.stderr)
-            print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
+            place = "".join(traceback.format_list(own[-1:]))
+            what = f"{kind.__module__}.{kind.__qualname__}: {error}"
+            sys.stderr.write(f"rank {rank} has ended here:\n{place}{what}\n")  # in one piece, as other ranks write too
             if not isinstance(error, DisagreementError):  # all ranks raise that one
                 heard.set()
 
