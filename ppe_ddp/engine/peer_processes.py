@@ -3,7 +3,7 @@
     page of rank 0   | token | how it has left | step, activity, bucket of each of its groups |
     page of rank 1   | ...                                                                    |
 
-Each process has one page of memory into which it writes its position, in a fraction of a microsecond. The other
+Each process has a page, some memory into which it writes its position in a fraction of a microsecond. The other
 processes of its node map the page when a group is made. They can read it even if the process is stopped or has ended;
 /proc tells which.
 
@@ -39,8 +39,8 @@ _TEXT_BYTES = 2000
 _RECORD = struct.Struct("<qqqq")  # step, activity, bucket, _RecordState
 _STATE = 24  # offset of the _RecordState in a record
 _RECORDS = 2048  # offset of the first record in the page
-_GROUPS = 64  # records in a page; groups beyond that share the last one
-_PAGE_BYTES = 4096
+_GROUPS = 1024  # records in a page; groups beyond that share the last one
+_PAGE_BYTES = _RECORDS + _GROUPS * _RECORD.size
 
 
 class Activity(enum.IntEnum):
