@@ -97,8 +97,12 @@ class NonFiniteGradientError(PpeDdpError):
     """A rank has found NaN or infinity in its gradients before averaging; raised on every rank.
 
     The ranks are in step: the next forward and backward work.
+
+    Attributes:
+        job_rank: The rank of the job that has found them; the first, if several have. None if it is not known.
     """
 
+    job_rank: int | None = None
     is_in_step = True
 
 

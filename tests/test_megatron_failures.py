@@ -221,6 +221,22 @@ def test_an_error_names_the_rank_that_has_failed_and_not_one_that_has_told_of_it
         assert rank == culprit or caught.value.job_rank == culprit
 
 
+@on_four_ranks
+def test_an_error_names_the_rank_that_has_nan_and_not_one_that_averages_with_it():
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    model = DistributedDataParallel(None, config, torch.nn.Linear(2, 2), groups=ParallelGroups.from_mesh(mesh))
+    for culprit in range(4):
+        model.zero_grad_buffer()
+        model(torch.full((1, 2), float("nan") if rank == culprit else 1.0)).sum().backward()
+        with pytest.raises((NonFiniteGradientError, PeerAbortedError), match="NaN or infinity") as caught:
+            finalize_model_grads([model])
+        assert caught.value.job_rank == culprit
+        if isinstance(caught.value, PeerAbortedError):
+            assert f"(rank {culprit} of the job)" in str(caught.value)
+
+
 def die_in_a_step(culprit):
     model, *_ = split_model(sharded=False)
     model.zero_grad_buffer()

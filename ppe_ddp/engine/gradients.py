@@ -359,7 +359,9 @@ class FiniteCheck:
             exchange = negotiation.start(is_found, 0, is_vote=True)
             yield exchange.done
             places.append(self._place(rank, [*compress(names, negotiation.finish(exchange, b"").mask)]))
-        return self._error(places, len(ranks), groups.world_size)
+        error = self._error(places, len(ranks), groups.world_size)
+        error.job_rank = groups.job_rank_of(ranks[0])
+        return error
 
     def error_alone(self) -> NonFiniteGradientError:
         """The error in a group of one rank, which exchanges no names."""
