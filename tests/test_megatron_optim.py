@@ -238,18 +238,26 @@ def test_ranks_agree_on_inf_though_their_gradients_have_other_dtypes():
         assert torch.equal(before, module[1].weight) == bool(bad)
 
 
+@pytest.mark.parametrize("has_experts", [True, False])
 @on_two_ranks
-def test_a_scaler_needs_as_many_optimizers_on_each_stage():
+def test_a_scaler_needs_as_many_optimizers_on_each_stage(has_experts):
     rank = dist.get_rank()
     alone = [dist.new_group([one]) for one in range(2)][rank]
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    for parameter in module[1].parameters():
-        parameter.allreduce = rank == 0  # experts on the second stage alone
+    if has_experts:
+        for parameter in module[1].parameters():
+            parameter.allreduce = rank == 0  # experts on the second stage alone
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    groups = ParallelGroups(data=alone, expert=alone, pipeline=dist.group.WORLD)
+    groups = ParallelGroups(data=alone, expert=alone if has_experts else None, pipeline=dist.group.WORLD)
     model = DistributedDataParallel(None, config, module, groups=groups)
-    shards = [model.sharded(), model.sharded(experts=True)] if rank else [model.sharded()]
-    optimizers = [optim.DistributedOptimizer(torch.optim.SGD, one, lr=0.5) for one in shards]
+    optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)  # which others replace
+    if has_experts:
+        shards = [model.sharded(), model.sharded(experts=True)] if rank else [model.sharded()]
+        optimizers = [optim.DistributedOptimizer(torch.optim.SGD, one, lr=0.5) for one in shards]
+    else:
+        parts = module if rank else [module]
+        inner = [torch.optim.SGD(part.parameters(), lr=0.5) for part in parts]
+        optimizers = [optim.DistributedOptimizer(one, model) for one in inner]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
     finalize_model_grads([model])

@@ -360,7 +360,6 @@ class DistributedDataParallel(DistributedDataParallelBase):
             raise ValueError("the module has no experts (parameters with allreduce = False)")
         if experts not in self._sharded:
             self._sharded[experts] = ShardedBuffers(self.gradient_buffers, int(experts))
-            self.gradient_buffers.model_parallel.optimizers = len(self._sharded)
         return self._sharded[experts]
 
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -210,6 +210,10 @@ class CopiesOfParameters(Copies):
             if groups is not None:
                 self._parallel.all_reduce(groups, tensor, op)
 
+    def note_optimizer(self, names: Iterable[str]) -> None:
+        kept = self._parallel.optimizer_of
+        kept.update(dict.fromkeys(names, 1 + max(kept.values(), default=0)))
+
     def check_scaling(self) -> None:
         fewest, most = self._parallel.optimizers_of_ranks
         if fewest != most:
@@ -276,7 +280,7 @@ class ModelParallel:
 
     Attributes:
         has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
-        optimizers: How many distributed optimizers this chunk has on this rank.
+        optimizer_of: The number of the distributed optimizer that was made last for each parameter of this chunk.
         optimizers_of_ranks: The lowest and the highest number on a rank, with all its chunks; set by :meth:`agree`.
     """
 
@@ -295,7 +299,7 @@ class ModelParallel:
         self._agreed: DisagreementError | None = None  # an error that all ranks raise
         self._sums = False  # some rank sums gradients in this step
         self.has_failed_update = False
-        self.optimizers = 0
+        self.optimizer_of: dict[str, int] = {}
         self.optimizers_of_ranks = 0, 0
 
     @property
@@ -363,7 +367,7 @@ class ModelParallel:
         self.renew()
         failed = dist.get_rank() if any(one.has_failed_update for one in of_chunks) else -1
         self._sums = sums or any(described.values())
-        fewest = most = sum(one.optimizers for one in of_chunks)
+        fewest = most = sum(len({*one.optimizer_of.values()}) for one in of_chunks)
         for groups in self._distinct:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]

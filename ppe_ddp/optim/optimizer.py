@@ -110,6 +110,7 @@ class DistributedOptimizer(Optimizer):
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             group["params"] = self._take_over(group["params"])
+        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
         self._gather = ParameterGather([self._model], self._on_installed())
         self._overlaps = overlap
         self._everyone.add(self)

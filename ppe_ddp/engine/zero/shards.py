@@ -30,7 +30,7 @@ from ppe_ddp.engine.failures import CLIP
 from ppe_ddp.torch_internals import chunk_cat
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
@@ -92,6 +92,9 @@ class Copies:
         """Reduce ``tensor`` over these ranks, in place; called in :meth:`agreeing` on all of them."""
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
+
+    def note_optimizer(self, names: Iterable[str]) -> None:  # here, all ranks have the same optimizers
+        """Note that a distributed optimizer was made for the parameters with these ``names``."""
 
     def check_scaling(self) -> None:  # here, all ranks have the same optimizers
         """Check that all ranks have as many optimizers, in each of which a GradScaler looks for inf on all of them."""
