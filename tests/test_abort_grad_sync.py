@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import re
 import time
 
@@ -183,6 +184,35 @@ def test_what_one_rank_has_started_is_over_where_the_other_tells_of_the_failure_
             sum(outputs).sum().backward()
         if not is_bad:
             assert_same_on_all_ranks(first)
+
+
+@on_two_ranks
+def test_what_was_started_and_given_up_is_over_though_garbage_is_not_collected_yet():
+    """Its error refers to itself. A later failure was noted in it, for its wrapper, whose next step nobody gave up."""
+    rank = dist.get_rank()
+    wrappers = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2)]
+    gc.disable()
+    try:
+        for step, start in enumerate((None, 1, 0, None, None)):
+            x = data(5, 4, rank=0, step=step)
+            for wrapper in wrappers:
+                wrapper.zero_grad()
+            if step < 3 and rank == (step == 0):  # it has no use for one of both, and gives both up
+                if start is not None:
+                    wrappers[start].start_grad_sync()
+                for wrapper in wrappers if start is None else wrappers[:start] + wrappers[start + 1 :]:
+                    wrapper(x)
+                for wrapper in wrappers if start is None else (wrappers[start], wrappers[1 - start]):
+                    wrapper.abort_grad_sync()
+                continue
+            with pytest.raises(PeerAbortedError) if step < 3 else contextlib.nullcontext():
+                sum(wrapper(x).sum() for wrapper in wrappers).backward()
+            if step >= 3:
+                for wrapper in wrappers:
+                    mean = mean_gradients(wrapper.module, lambda model, _, x=x: model(x).sum().backward())
+                    assert_gradients(wrapper.module, mean)
+    finally:
+        gc.enable()
 
 
 @on_two_ranks

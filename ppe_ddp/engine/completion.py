@@ -509,7 +509,8 @@ class _AfterCallbacks(list[Completion]):
 def note_failure_of_open() -> None:
     """Note in all open completions of this thread that another wrapper has failed in their step."""
     for completion in list(Completion._threads.open):
-        completion.note_failure()
+        if not completion.is_done:  # one that is over may be of an earlier step, and is kept by its error's traceback
+            completion.note_failure()
 
 
 def finish(completions: Sequence[Completion]) -> None:
