@@ -1,5 +1,7 @@
 """Skipped backwards: every rank warns where one is a step behind, and none where all is right."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import test_megatron_graphs as graphs
 from library_warnings import library_warnings
 from one_process import data, mlp, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel
+from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fuse
 
@@ -156,6 +158,22 @@ def test_what_one_rank_may_do_alone(step):
     with library_warnings() as seen:
         for _ in range(4):
             (step if dist.get_rank() else backward)(wrapper)
+    assert seen == []
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("wrappers", [1, 2])
+@on_two_ranks
+def test_a_step_that_fails_before_it_reaches_a_forward(wrappers, culprit):
+    first, second = wrap(), wrap()
+    with library_warnings() as seen:
+        for step in range(4):
+            blows = step == 1 and dist.get_rank() == culprit
+            between = Fuse.apply(first(data(4, 3)), blows).sum()
+            loss = (second if wrappers == 2 else first)(data(4, 3) * between).sum()
+            with pytest.raises((Broken, PeerAbortedError)) if step == 1 else contextlib.nullcontext():
+                loss.backward()
+            del between, loss
     assert seen == []
 
 

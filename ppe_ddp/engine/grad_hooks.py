@@ -429,8 +429,8 @@ class ForwardCounter:
         """The number of dropped forwards so far; called once by each synchronization.
 
         Args:
-            excuses: Whether the synchronization has no backward (``finish_grad_sync()``). Forwards before it then do
-                not count as dropped.
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``), or has failed. Forwards
+                before it then do not count as dropped.
         """
         if excuses:
             self._excused = self._count

@@ -426,7 +426,7 @@ class Reducer(Generic[C]):
 
     def _complete(self, backward: Backward) -> Steps:
         """Complete ``backward``; with new connections, if a failure of the previous step has closed the old ones."""
-        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
+        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual or backward.aborted)
         try:
             steps = self.synchronizer.complete(backward)
             averaged = yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
@@ -534,6 +534,7 @@ class Reducer(Generic[C]):
 
         With ``waits``, an error that :meth:`_can_wait` is raised at the end of backward instead.
         """
+        self._forwards.count_dropped(excuses=True)
         instead = self.synchronizer.fail(backward, error)
         note_failure_of_open()
         told = instead or error
@@ -587,6 +588,7 @@ class Reducer(Generic[C]):
             backward = self._backward
             if backward is None or backward.alive is not end_callback or backward.phase is Phase.FAILED:
                 return
+            self._forwards.count_dropped(excuses=True)
             if self.synchronizer.abort(backward):
                 self._backward = None
                 return
