@@ -216,7 +216,7 @@ def _timedelta(timeout: object) -> Timeout:
 def _end_with_launcher(launcher: int, rank: int) -> None:
     """End this rank when torchrun was killed, as torchrun would have done."""
     select.select([launcher], [], [])
-    print(f"rank {rank} ends, as torchrun is no more", file=sys.stderr, flush=True)
+    print(f"rank {rank} ends, as torchrun is no more\n", end="", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -239,11 +239,12 @@ def _shorten_reports(rank: int) -> None:
             report(kind, error, where)
         elif is_interrupt:
             place = f"{where.tb_frame.f_code.co_filename}, line {where.tb_lineno}"
-            sys.stderr.write(f"rank {rank} was interrupted, in {place}\n")
+            print(f"rank {rank} was interrupted, in {place}\n", end="", file=sys.stderr)
         else:
             place = "".join(traceback.format_list(own[-1:]))
             what = f"{kind.__module__}.{kind.__qualname__}: {error}"
-            sys.stderr.write(f"rank {rank} has ended here:\n{place}{what}\n")  # in one piece, as other ranks write too
+            # In one piece, as other ranks write too.
+            print(f"rank {rank} has ended here:\n{place}{what}\n", end="", file=sys.stderr)
             if not isinstance(error, DisagreementError):  # all ranks raise that one
                 heard.set()
 

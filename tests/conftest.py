@@ -22,7 +22,7 @@ from subprocesses import warm_executable
 settings.register_profile("ppe_ddp", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("ppe_ddp")
 
-# Where it is set, as in many containers, print() writes each of its words by itself, and lines of ranks get mixed.
+# Where it is set, as in many containers, print() writes each argument and line end by itself, and ranks write between.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 # torch.optim and torch.utils.checkpoint import torch._dynamo where they are used first, which takes two seconds.

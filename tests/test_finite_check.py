@@ -1,5 +1,7 @@
 """`check_for_nan_in_grad`: NaN and infinity on one rank are named on all, or the step is skipped by all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -208,4 +210,6 @@ def test_gradients_on_two_devices(broken, together, size):
         check.look([1], gradients[1:])
     assert check.status == (0 if broken is None else NON_FINITE)
     if broken is not None:
-        assert f"rank 0 in {['here', 'there'][broken]!r} (" in str(check.error_alone())
+        error = check.error_alone(SimpleNamespace(job_rank_of=lambda rank: 3 + rank))
+        assert f"rank 0 in {['here', 'there'][broken]!r} (" in str(error)
+        assert error.job_rank == 3

@@ -17,7 +17,7 @@ from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome
 from ppe_ddp.engine import failures as failures_module
 from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.peer_processes import Activity, Condition, PeerProcesses, Position, own_address
+from ppe_ddp.engine.peer_processes import _GROUPS, Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop, run
@@ -89,7 +89,7 @@ def test_wrappers_that_come_and_go_leave_each_group_a_record_of_its_own():
     assert len(records | {kept.record}) == 4
     taken.clear()
     assert {own_address().record for _ in range(200)} <= records  # each of them goes back at once
-    many = [own_address() for _ in range(1100)]  # more than there are records: those that are left share one
+    many = [own_address() for _ in range(_GROUPS + 76)]  # more than there are records: those that are left share one
     shared = max(one.record for one in many)
     assert kept.record not in {one.record for one in many}
     assert sum(one.record == shared for one in many) > 1
@@ -105,7 +105,7 @@ def test_wrappers_that_come_and_go_leave_each_group_a_record_of_its_own():
 @on_two_ranks
 def test_groups_made_after_many_were_taken_again_still_tell_what_they_did_last():
     world = dist.group.WORLD
-    for _ in range(1100):
+    for _ in range(_GROUPS + 76):
         Groups.duplicate(world).release()
     kept = [Groups.duplicate(world) for _ in range(80)]  # as wrappers of single layers have them
     steps = (3, 1, 2)
@@ -115,6 +115,8 @@ def test_groups_made_after_many_were_taken_again_still_tell_what_they_did_last()
     dist.barrier()
     assert [one.processes.position(1 - one.rank).step for one in groups] == [*steps]
     assert {one.processes.position(1 - one.rank).step for one in kept} == {1}
+    for one in (*kept, *groups):
+        one.release()
 
 
 def test_one_that_leaves_says_so_before_it_is_gone(peer):

@@ -161,20 +161,38 @@ def test_what_one_rank_may_do_alone(step):
     assert seen == []
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+def fails_between_two_forwards(first, second, *, blows):
+    between = Fuse.apply(first(data(4, 3)), blows).sum()
+    second(data(4, 3) * between).sum().backward()
+
+
+@pytest.mark.parametrize("before", [evaluates_without_gradients, skips])
 @pytest.mark.parametrize("wrappers", [1, 2])
 @on_two_ranks
-def test_a_step_that_fails_before_it_reaches_a_forward(wrappers, culprit):
-    first, second = wrap(), wrap()
+def test_a_step_that_fails_before_it_reaches_a_forward(wrappers, before):
+    first = wrap()
+    second = wrap() if wrappers == 2 else first
     with library_warnings() as seen:
-        for step in range(4):
-            blows = step == 1 and dist.get_rank() == culprit
-            between = Fuse.apply(first(data(4, 3)), blows).sum()
-            loss = (second if wrappers == 2 else first)(data(4, 3) * between).sum()
+        for step in range(5):
+            before(first)
             with pytest.raises((Broken, PeerAbortedError)) if step == 1 else contextlib.nullcontext():
-                loss.backward()
-            del between, loss
+                fails_between_two_forwards(first, second, blows=step == 1 and dist.get_rank() == 0)
     assert seen == []
+
+
+@on_two_ranks
+def test_a_skipped_backward_counts_though_the_next_one_fails():
+    wrapper, rank = wrap(), dist.get_rank()
+    with library_warnings() as seen:
+        if rank:
+            skips(wrapper)
+        for step in range(4 - rank):
+            with pytest.raises((Broken, PeerAbortedError)) if step == 0 else contextlib.nullcontext():
+                fails_between_two_forwards(wrapper, wrapper, blows=rank == 1 and step == 0)
+        if rank:
+            let_the_others_end(wrapper)
+    (text,) = seen
+    assert "(rank 0: 0, rank 1: 1)" in text
 
 
 @on_two_ranks

@@ -429,15 +429,23 @@ class ForwardCounter:
         """The number of dropped forwards so far; called once by each synchronization.
 
         Args:
-            excuses: Whether the synchronization has no backward (``finish_grad_sync()``), or has failed. Forwards
-                before it then do not count as dropped.
+            excuses: Whether the synchronization has no backward (``finish_grad_sync()``). Forwards before it then do
+                not count as dropped.
         """
         if excuses:
-            self._excused = self._count
-        else:
-            self._dropped += self._recent
+            self.excuse(dropped=True)
+        self._dropped += self._recent
         self._recent = 0
         return self._dropped
+
+    def excuse(self, *, dropped: bool) -> None:
+        """Do not count the forwards so far if no backward reaches them, as this step fails or has no backward.
+
+        Those dropped already count all the same, as they are of earlier steps, unless ``dropped`` excuses them, too.
+        """
+        self._excused = self._count
+        if dropped:
+            self._recent = 0
 
     def _drop(self, number: int) -> None:
         if number > self._excused:

@@ -363,9 +363,11 @@ class FiniteCheck:
         error.job_rank = groups.job_rank_of(ranks[0])
         return error
 
-    def error_alone(self) -> NonFiniteGradientError:
+    def error_alone(self, groups: Groups) -> NonFiniteGradientError:
         """The error in a group of one rank, which exchanges no names."""
-        return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
+        error = self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
+        error.job_rank = groups.job_rank_of(0)
+        return error
 
     def _place(self, rank: int, names: Sequence[str]) -> str:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""

@@ -3,9 +3,9 @@
     page of rank 0   | token | how it has left | step, activity, bucket of each of its groups |
     page of rank 1   | ...                                                                    |
 
-Each process has a page, some memory into which it writes its position in a fraction of a microsecond. The other
-processes of its node map the page when a group is made. They can read it even if the process is stopped or has ended;
-/proc tells which.
+Each process has some memory, called its page, into which it writes its position in a fraction of a microsecond. The
+other processes of its node map the page when a group is made. They can read it even if the process is stopped or has
+ended; /proc tells which.
 
 Processes of other nodes, and of systems other than Linux, are not visible here: ``failures.py`` asks those ranks.
 """

@@ -419,6 +419,7 @@ class Reducer(Generic[C]):
         """End ``backward``, which has failed here with ``error``, for the other ranks; may raise another error."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
         if backward.phase is Phase.BEGUN and is_own and not self.synchronizer.has_told:
+            self._forwards.excuse(dropped=backward.is_manual)
             yield from self._finish_aborted(backward)  # this rank has sent nothing, so it can still take part
         elif backward.phase not in (Phase.OVER, Phase.FAILED):
             self._backward = None
@@ -426,7 +427,7 @@ class Reducer(Generic[C]):
 
     def _complete(self, backward: Backward) -> Steps:
         """Complete ``backward``; with new connections, if a failure of the previous step has closed the old ones."""
-        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual or backward.aborted)
+        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
         try:
             steps = self.synchronizer.complete(backward)
             averaged = yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps
@@ -436,6 +437,7 @@ class Reducer(Generic[C]):
                 yield from self._complete(backward)
                 return
             if error.is_in_step:
+                self._forwards.excuse(dropped=False)
                 self.synchronizer.knows_of_failure = True
                 self._close(backward)
             raise
@@ -534,7 +536,7 @@ class Reducer(Generic[C]):
 
         With ``waits``, an error that :meth:`_can_wait` is raised at the end of backward instead.
         """
-        self._forwards.count_dropped(excuses=True)
+        self._forwards.excuse(dropped=backward.is_manual)
         instead = self.synchronizer.fail(backward, error)
         note_failure_of_open()
         told = instead or error
@@ -563,7 +565,7 @@ class Reducer(Generic[C]):
             if self._running() is None and self.synchronizer.knows_of_failure:
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
-            self._forwards.count_dropped(excuses=True)
+            self._forwards.excuse(dropped=True)
             if self._started is not None and self.synchronizer.is_renewing:
                 self._started.advance(error=AbortedError(reason))
                 has_ended = True
@@ -588,7 +590,7 @@ class Reducer(Generic[C]):
             backward = self._backward
             if backward is None or backward.alive is not end_callback or backward.phase is Phase.FAILED:
                 return
-            self._forwards.count_dropped(excuses=True)
+            self._forwards.excuse(dropped=False)
             if self.synchronizer.abort(backward):
                 self._backward = None
                 return

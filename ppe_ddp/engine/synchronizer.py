@@ -364,7 +364,7 @@ class BucketSynchronizer(Synchronizer):
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients()
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
-            self._drop(backward, self._finite.error_alone())
+            self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
         if self.commits is not None:
             yield from self.commits()

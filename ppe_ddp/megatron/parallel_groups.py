@@ -218,8 +218,8 @@ class CopiesOfParameters(Copies):
         fewest, most = self._parallel.optimizers_of_ranks
         if fewest != most:
             raise UnusableError(
-                f"rank {dist.get_rank()}: stages have from {fewest} to {most} distributed optimizers, for chunks "
-                "and experts. A GradScaler looks for inf in one after another, on all ranks, and would wait for those "
+                f"rank {dist.get_rank()}: stages have from {fewest} to {most} distributed optimizers. "
+                "A GradScaler looks for inf in one after another, on all ranks, and would wait for those "
                 "that a stage lacks. Give each stage as many, or train without a GradScaler (in bfloat16)"
             )
 
@@ -280,8 +280,10 @@ class ModelParallel:
 
     Attributes:
         has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
-        optimizer_of: The number of the distributed optimizer that was made last for each parameter of this chunk.
-        optimizers_of_ranks: The lowest and the highest number on a rank, with all its chunks; set by :meth:`agree`.
+        optimizer_of: By the name of each parameter of this chunk, which distributed optimizer was made last for it, as
+            a number that counts them.
+        optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
+            :meth:`agree`.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:

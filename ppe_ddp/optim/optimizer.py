@@ -110,7 +110,7 @@ class DistributedOptimizer(Optimizer):
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             group["params"] = self._take_over(group["params"])
-        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
+        self._note_made()
         self._gather = ParameterGather([self._model], self._on_installed())
         self._overlaps = overlap
         self._everyone.add(self)
@@ -199,6 +199,10 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
         self._flat_step.separate()
         self._inner.add_param_group({**param_group, "params": self._take_over(parameters)})
+        self._note_made()
+
+    def _note_made(self) -> None:
+        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

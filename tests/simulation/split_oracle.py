@@ -131,15 +131,12 @@ class SplitOracle:
                 raise Unsound(f"{here}: {culprits} have failed, and this is {error}")
             if isinstance(error, DisagreementError):
                 raise Unsound(f"{here}: nobody's update has failed, and this is {error}")
-            right = culprits
-            if self.program.options["looks_for_nan"]:  # which all data-parallel ranks have found
-                right = {peer for one in culprits for peer in self.program.peers(one)}
             if isinstance(error, NonFiniteGradientError) or rank in culprits:
                 continue
             named = _ranks_named(str(error))
             if not named:
                 named = {self.program.peers(rank)[error.rank] if error.job_rank is None else error.job_rank}
-            if not named <= right:
+            if not named <= culprits:
                 raise Unsound(f"{here}: names {named}, where {culprits} have failed: {error}")
 
     def _check_told(self, place, errors):
