@@ -193,21 +193,23 @@ def test_what_was_started_and_given_up_is_over_though_garbage_is_not_collected_y
     wrappers = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2)]
     gc.disable()
     try:
-        for step, start in enumerate((None, 1, 0, None, None)):
+        for step, (culprit, unused) in enumerate([(1, ()), (0, (1,)), (0, (0,)), (None, ()), (None, ())]):
             x = data(5, 4, rank=0, step=step)
             for wrapper in wrappers:
                 wrapper.zero_grad()
-            if step < 3 and rank == (step == 0):  # it has no use for one of both, and gives both up
-                if start is not None:
-                    wrappers[start].start_grad_sync()
-                for wrapper in wrappers if start is None else wrappers[:start] + wrappers[start + 1 :]:
+            if rank == culprit:
+                started = [wrappers[i] for i in unused]
+                used = [wrapper for wrapper in wrappers if wrapper not in started]
+                for wrapper in started:
+                    wrapper.start_grad_sync()
+                for wrapper in used:
                     wrapper(x)
-                for wrapper in wrappers if start is None else (wrappers[start], wrappers[1 - start]):
+                for wrapper in (*started, *used):
                     wrapper.abort_grad_sync()
                 continue
-            with pytest.raises(PeerAbortedError) if step < 3 else contextlib.nullcontext():
+            with contextlib.nullcontext() if culprit is None else pytest.raises(PeerAbortedError):
                 sum(wrapper(x).sum() for wrapper in wrappers).backward()
-            if step >= 3:
+            if culprit is None:
                 for wrapper in wrappers:
                     mean = mean_gradients(wrapper.module, lambda model, _, x=x: model(x).sum().backward())
                     assert_gradients(wrapper.module, mean)

@@ -425,15 +425,8 @@ class ForwardCounter:
         nodes = (output.grad_fn for reference in self._outputs if (output := reference()) is not None)
         return any(node is not None and self._is_executed(node) for node in nodes)
 
-    def count_dropped(self, *, excuses: bool) -> int:
-        """The number of dropped forwards so far; called once by each synchronization.
-
-        Args:
-            excuses: Whether the synchronization has no backward (``finish_grad_sync()``). Forwards before it then do
-                not count as dropped.
-        """
-        if excuses:
-            self.excuse(dropped=True)
+    def count_dropped(self) -> int:
+        """The number of dropped forwards so far; called once by each synchronization."""
         self._dropped += self._recent
         self._recent = 0
         return self._dropped

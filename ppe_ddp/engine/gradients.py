@@ -359,27 +359,25 @@ class FiniteCheck:
             exchange = negotiation.start(is_found, 0, is_vote=True)
             yield exchange.done
             places.append(self._place(rank, [*compress(names, negotiation.finish(exchange, b"").mask)]))
-        error = self._error(places, len(ranks), groups.world_size)
-        error.job_rank = groups.job_rank_of(ranks[0])
-        return error
+        return self._error(places, ranks, groups)
 
     def error_alone(self, groups: Groups) -> NonFiniteGradientError:
         """The error in a group of one rank, which exchanges no names."""
-        error = self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], 1, 1)
-        error.job_rank = groups.job_rank_of(0)
-        return error
+        return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], [0], groups)
 
     def _place(self, rank: int, names: Sequence[str]) -> str:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
         return f"rank {rank} in {', '.join(map(repr, names[:_NAMED]))}{more}"
 
-    def _error(self, places: Sequence[str], ranks: int, world_size: int) -> NonFiniteGradientError:
-        others = f", and {ranks - len(places)} more ranks" if ranks > len(places) else ""
-        return NonFiniteGradientError(
+    def _error(self, places: Sequence[str], ranks: Sequence[int], groups: Groups) -> NonFiniteGradientError:
+        others = f", and {len(ranks) - len(places)} more ranks" if len(ranks) > len(places) else ""
+        error = NonFiniteGradientError(
             f"NaN or infinity in local gradients, before they were averaged: {'; '.join(places)}{others} (ranks of the "
-            f"{world_size} that average them). The gradients of this step are of no use: zero them, and "
+            f"{groups.world_size} that average them). The gradients of this step are of no use: zero them, and "
             "look at the data, the learning rate or the loss scale of that rank"
         )
+        error.job_rank = groups.job_rank_of(ranks[0])
+        return error
 
 
 def _values(gradient: Tensor) -> Tensor:

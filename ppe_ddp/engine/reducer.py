@@ -427,7 +427,9 @@ class Reducer(Generic[C]):
 
     def _complete(self, backward: Backward) -> Steps:
         """Complete ``backward``; with new connections, if a failure of the previous step has closed the old ones."""
-        backward.dropped = self._forwards.count_dropped(excuses=backward.is_manual)
+        if backward.is_manual:
+            self._forwards.excuse(dropped=True)
+        backward.dropped = self._forwards.count_dropped()
         try:
             steps = self.synchronizer.complete(backward)
             averaged = yield from in_ranges("finish", steps) if self.synchronizer.ranges else steps

@@ -361,7 +361,7 @@ MUTANTS = [
         ("split: an optimizer fails in one group alone", ParameterGather, "_fail_in", "user is not None", "False"),
         ("split: experts are clipped apart", COPIES, "agreeing", "self._parallel.tells_all", "self.is_split"),
         ("split: averaged copies are summed", finalize, "_over_tensor", ", 1.0 / groups.world_size", ""),
-        ("split: who tells of NaN has it", gradients.FiniteCheck, "error", "error.job_rank =", "_ ="),
+        ("split: who tells of NaN has it", gradients.FiniteCheck, "_error", "error.job_rank =", "_ ="),
         (
             "split: who has heard of a failed update calls it its own",
             DistributedOptimizer,
