@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 def _announce(groups: Groups) -> None:
     """Tell the ranks that have run out, before the first message, that a synchronization begins; does not wait."""
     with suppress(CommunicationError):  # the mask uses the same connections and fails as well
-        dist.all_reduce(torch.tensor([1]), dist.ReduceOp.MAX, group=groups.control, async_op=True)
+        dist.all_reduce(torch.tensor([1], device="cpu"), dist.ReduceOp.MAX, group=groups.control, async_op=True)
 
 
 def _any_announces(groups: Groups) -> bool:
     """Wait for :func:`_announce` of any rank, on a rank that has run out; False once all ranks have run out."""
-    word = torch.tensor([0])
+    word = torch.tensor([0], device="cpu")
     work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
     groups.failures.wait(work, word.device)  # looks for failures, which the transport may not notice
     return bool(word.item())
@@ -107,7 +107,7 @@ class DdpJoinHook(JoinHook):
             return
         reducer.synchronizer.scale_by_active, reducer.synchronizer.announce = False, None
         groups = reducer.groups
-        last = torch.tensor([groups.rank if is_last_joiner else -1])
+        last = torch.tensor([groups.rank if is_last_joiner else -1], device="cpu")
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)
         state = [local_tensor(tensor).detach() for tensor in (*self._module.parameters(), *self._module.buffers())]
         pending = broadcast(state, groups.buckets, source=int(last.item()))

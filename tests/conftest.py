@@ -24,6 +24,8 @@ settings.load_profile("ppe_ddp")
 
 # Where it is set, as in many containers, print() writes each argument and line end by itself, and ranks write between.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Else whoever asks torch whether there is a GPU starts CUDA, which does not work in a fork of that process any more.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # torch.optim and torch.utils.checkpoint import torch._dynamo where they are used first, which takes two seconds.
 IMPORTED_BY_TESTS = ["torch._dynamo", "torch.distributed.checkpoint", "hypothesis", "pytest"]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils._device import _device_constructors
 
 import conftest
 import pickles
@@ -225,6 +226,21 @@ def test_private_names_of_ones_own_and_foreach_are_not_meant(tmp_path):
     own = "class One:\n    _version: int\n    def of(self, other):\n        self._more = other._more = other._version\n"
     (tmp_path / "one.py").write_text(own + "import torch; torch._foreach_copy_([], []); getattr(one, '_more')")
     assert private_names.of_torch_in(tmp_path) == {}
+
+
+def test_each_new_tensor_names_its_device():
+    """A user's torch.set_default_device() must not move what the ranks send to each other."""
+    names = {make.__name__ for make in _device_constructors()}
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: torch.{call.func.attr}"
+        for path in FILES
+        if path.parent.name != "cli"
+        for call in nodes_of(path)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if getattr(call.func.value, "id", "") == "torch"
+        if call.func.attr in names and not any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+    assert unnamed == []
 
 
 def test_nothing_is_pickled_between_ranks_or_loaded_by_a_pickle():

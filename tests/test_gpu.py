@@ -4,6 +4,7 @@ Two ranks are on one GPU where there is no second one: over NCCL that needs a ve
 one rank alone is tested.
 """
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gpu_checks
 import nccl_checks
 import nccl_stand_in
 import ppe_ddp
@@ -23,7 +25,7 @@ from nccl_contract import check_library
 from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, torch_nccl
 from ppe_ddp.cli.doctor import Candidate, diagnose
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.testing import Ranks, World, check_backend, check_reduce_function
+from ppe_ddp.testing import RankError, Ranks, World, check_backend, check_reduce_function
 from subprocesses import MPIRUN, needs_mpirun, run
 
 pytestmark = pytest.mark.gpu
@@ -94,8 +96,9 @@ def test_one_rank_keeps_the_laws_with_all_reduces_in_flight(backend):
 
 LAWS = """
 import sys, torch, torch.distributed as dist, ppe_ddp
-from ppe_ddp.testing.probes import probe_backend
+from ppe_ddp.testing.probes import Plugs, probe_backend
 from laws import Case
+from one_process import in_place_mean
 from law_scenarios import check_case
 from law_models import Recipe
 ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
@@ -106,7 +109,10 @@ total = torch.ones(3)
 dist.all_reduce(total)
 assert total.tolist() == [dist.get_world_size()] * 3
 for seed in range(4):
-    check_case(Case(Recipe.random(seed)), device="cuda")
+    # One rank alone sends something only by a function of a user's.
+    check_case(Case(Recipe.random(seed)), plugs=Plugs(in_place_mean), device="cuda")
+    if dist.get_world_size() > 1:
+        check_case(Case(Recipe.random(seed)), device="cuda")
 dist.destroy_process_group()
 """
 
@@ -332,6 +338,57 @@ def test_buckets_are_packed_behind_all_landings(one):
     one.run(landing_on_three_streams)
 
 
+WORLDS = [("gloo", 2), (NCCL, 1), (NCCL, 2), (CUPY, 2)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Ranks by backend and number, started when the first test wants them."""
+    with contextlib.ExitStack() as stack:
+        started = {}
+
+        def of(backend, size):
+            needs(backend, size)
+            if (backend, size) not in started:
+                started[backend, size] = stack.enter_context(ranks_over(backend, size))
+            return started[backend, size]
+
+        yield of
+
+
+@pytest.mark.parametrize(("backend", "size"), WORLDS)
+@pytest.mark.parametrize("name", gpu_checks.CHECKS)
+def test_training(world, name, backend, size):
+    world(backend, size).run(gpu_checks.run, name, timeout=120)
+
+
+def captured():
+    model = ppe_ddp.DistributedDataParallel(nn.Linear(4, 4).cuda())
+    x = torch.ones(2, 4, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(ppe_ddp.UnusableError, match="a CUDA graph is being captured"), torch.cuda.graph(graph):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 1), (NCCL, 1)])
+def test_a_cuda_graph_is_refused(backend, size):
+    with ranks_over(backend, size) as ranks:
+        ranks.run(captured)
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), (NCCL, 2), (CUPY, 2)])
+def test_the_others_are_told_that_a_rank_has_died(backend, size):
+    """The first ends with the error; the other one has no answer to give."""
+    with ranks_over(backend, size) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(gpu_checks.dies, 3, timeout=120, grace=60)
+    assert set(caught.value.ranks) == {size - 1}, caught.value
+
+
 # ---------------------------------------------------------------- as a user has it
 
 
@@ -360,6 +417,6 @@ def test_env_tells_what_is_here():
     assert code == 0, errors
     assert torch.cuda.get_device_name(0) in output
     for backend in ("nccl", "cupy_nccl"):
-        is_told = f"{backend + ':':<14}yes, for cuda tensors" in output
+        is_told = f"{f'backend {backend}:':<20}yes, for cuda tensors" in output
         assert is_told == (importlib.util.find_spec("cupy") is not None or backend == "nccl"), output
     assert f"{'NCCL clash:':<16}no" in output

@@ -23,7 +23,8 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
+from ppe_ddp.compression import ErrorFeedback, TopK
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
@@ -339,3 +340,31 @@ def test_a_dropped_wrapper_lets_go_of_its_module():
             assert_gradients(module, expected)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["plain", "compressed", "sharded"])
+@on_two_ranks
+def test_a_default_device_of_the_user_moves_nothing_that_ranks_send(kind):
+    """It is often a GPU; of "meta" tensors nothing can be sent at all."""
+    module = seeded(mlp, 4, 8, 2)
+    batch, expected = data(5, 4), mean_gradients(module, square)
+    torch.set_default_device("meta")
+    try:
+        model = DistributedDataParallel(module, shared_memory=kind != "compressed", check_for_nan_in_grad=True)
+        if kind == "compressed":
+            model.register_comm_hook(ErrorFeedback(TopK(1.0, min_numel=0)))
+        plain = torch.optim.SGD(module.parameters(), lr=0.0)
+        optimizer = DistributedOptimizer(plain, model) if kind == "sharded" else plain
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).pow(2).sum().backward()
+            if kind != "sharded":
+                assert_gradients(module, expected)
+            optimizer.step()
+        model.check_in_sync()
+        if kind != "sharded":
+            with model.join():
+                model(batch).pow(2).sum().backward()
+        optimizer.load_state_dict(optimizer.state_dict())
+    finally:
+        torch.set_default_device(None)

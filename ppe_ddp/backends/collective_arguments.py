@@ -98,7 +98,7 @@ class HostMemory:
         for tensor in tensors:
             self._is_own(tensor)  # raises for unsupported tensors
         if not tensors:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return self._empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:

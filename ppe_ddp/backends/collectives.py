@@ -181,7 +181,11 @@ class Collectives:
         def steps() -> Steps:
             yield self._wire.barrier()
 
-        work = self.shared.start("all_reduce", torch.zeros(1), kind=_Kind.MAX) if self.shared is not None else None
+        work = (
+            self.shared.start("all_reduce", torch.zeros(1, device="cpu"), kind=_Kind.MAX)
+            if self.shared is not None
+            else None
+        )
         return work or self._begin("barrier", steps())
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -201,7 +205,7 @@ class Collectives:
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """The bytes of every rank, the same number from each; all ranks call this together."""
-        table = torch.empty(self.size, len(own), dtype=torch.uint8)
+        table = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")
 
         def steps() -> Steps:
             yield self._gathered(table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
@@ -292,7 +296,9 @@ class Collectives:
             return torch.empty_like(piece, dtype=dtype)
         scratch = self._scratch.get(dtype)
         if scratch is None:
-            scratch = self._scratch[dtype] = torch.empty(self._wire.piece_bytes // dtype.itemsize, dtype=dtype)
+            scratch = self._scratch[dtype] = torch.empty(
+                self._wire.piece_bytes // dtype.itemsize, dtype=dtype, device="cpu"
+            )
         return scratch[: piece.numel()]
 
     def _begin(self, what: str, steps: Steps) -> Work:

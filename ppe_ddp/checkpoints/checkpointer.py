@@ -278,7 +278,9 @@ def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:
 
     found = {name: one for name, one in saved.state_dict_metadata.items() if name.startswith(prefix)}
     return {
-        name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+        name: torch.empty(one.size, dtype=one.properties.dtype, device="cpu")
+        if isinstance(one, TensorStorageMetadata)
+        else None
         for name, one in found.items()
     }
 

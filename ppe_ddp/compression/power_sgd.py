@@ -122,7 +122,7 @@ def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int
 def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -> Tensor:
     # On the CPU, so that ranks with different devices draw the same numbers.
     generator = torch.Generator().manual_seed(seed + zlib.crc32(segment.name.encode()))
-    numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype).to(like.device)
+    numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
     return numbers
 
 

@@ -174,10 +174,10 @@ class Blocks:
         """The number of elements of each block without padding: ``(number,)``, read-only, on the device of ``like``."""
         if not self._is_padded:  # an expanded number: for blocks of one element a tensor would be twice the gradients
             return torch.full((1,), self._block, device=like.device).expand(self.number)
-        sizes = torch.full((self.number,), self._block)
-        ends = torch.tensor(self._counts).cumsum(0) - 1
-        numels = torch.tensor([segment.numel for segment in self._gradients.segments])
-        full = torch.tensor(self._counts) * self._block
+        sizes = torch.full((self.number,), self._block, device="cpu")
+        ends = torch.tensor(self._counts, device="cpu").cumsum(0) - 1
+        numels = torch.tensor([segment.numel for segment in self._gradients.segments], device="cpu")
+        full = torch.tensor(self._counts, device="cpu") * self._block
         sizes[ends] -= full - numels
         return sizes.to(like.device)
 

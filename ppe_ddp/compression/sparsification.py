@@ -150,11 +150,11 @@ def places(segments: Sequence[Segment], ratio: float, seed: int, device: torch.d
     starts, stops = [], []
     for segment in segments:
         count = count_of(segment, ratio)
-        bounds = torch.arange(count + 1) * segment.numel // count + segment.start
+        bounds = torch.arange(count + 1, device="cpu") * segment.numel // count + segment.start
         starts.append(bounds[:-1])
         stops.append(bounds[1:])
     start, lengths = torch.cat(starts), torch.cat(stops) - torch.cat(starts)
     # On the CPU, so that ranks with different devices draw the same numbers.
-    drawn = torch.rand(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.rand(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu")
     indices = start + (drawn * lengths).long()
     return indices.to(device), lengths.to(device)

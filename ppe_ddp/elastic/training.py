@@ -302,7 +302,7 @@ class ElasticTraining:
         """Commit a step, as steps; called in each synchronization when the averages have arrived, before ``.grad``."""
         reducer = self._reducer
         groups = reducer.groups
-        word = torch.tensor([self._membership.is_asked()], dtype=torch.uint8)
+        word = torch.tensor([self._membership.is_asked()], dtype=torch.uint8, device="cpu")
         if groups.world_size > 1:
             try:
                 work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
@@ -392,9 +392,9 @@ class ElasticTraining:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
             state = {"parts": parts, "random": random_states(), "memory": self._memory.common()}
             torch.save(_each_tensor(state, functools.partial(_take_large, large)), buffer)
-        length = torch.tensor([buffer.tell()])
+        length = torch.tensor([buffer.tell()], device="cpu")
         self._broadcast(length, source)
-        content = torch.empty(int(length), dtype=torch.uint8)
+        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         if quorum.rank == source:
             content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         self._broadcast(content, source)
@@ -403,7 +403,7 @@ class ElasticTraining:
                 for piece in _pieces_of(tensor.detach().cpu().contiguous()):
                     self._broadcast(piece, source)
             return
-        scratch, joins = torch.empty(_PIECE_NBYTES, dtype=torch.uint8), committed[quorum.rank] < 0
+        scratch, joins = torch.empty(_PIECE_NBYTES, dtype=torch.uint8, device="cpu"), committed[quorum.rank] < 0
 
         def receive(tensor: Tensor) -> Tensor:
             if not (tensor.is_meta and tensor.nbytes >= _LARGE_NBYTES):
@@ -510,4 +510,4 @@ def _row(place: int, length: int, seed: int) -> int:
 
 @functools.lru_cache(maxsize=2)
 def _order(length: int, seed: int) -> Tensor:
-    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed), device="cpu")

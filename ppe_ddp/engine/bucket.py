@@ -380,7 +380,7 @@ class SparseBucket(Bucket):
             self._take(self._of(indices, values))
             return
         # Over the control group, on CPUs, so that the host does not wait for a GPU.
-        parts = yield from _gathered(torch.tensor([indices.shape[1]]), groups.control, groups)
+        parts = yield from _gathered(torch.tensor([indices.shape[1]], device="cpu"), groups.control, groups)
         counts = [int(part) for part in parts]
         longest = max(counts)
         if longest:
@@ -406,7 +406,9 @@ class SparseBucket(Bucket):
 
     def _of(self, indices: Tensor, values: Tensor) -> Tensor:
         """Make a coalesced gradient. Its indices come from existing sparse tensors, so they are not checked again."""
-        return torch.sparse_coo_tensor(indices, values, self._spec.shape, check_invariants=False).coalesce()
+        return torch.sparse_coo_tensor(
+            indices, values, self._spec.shape, check_invariants=False, device=values.device
+        ).coalesce()
 
     def _local(self) -> Tensor:
         gradient = self.gradients[0]
@@ -419,6 +421,7 @@ class SparseBucket(Bucket):
                 spec.shape,
                 is_coalesced=True,
                 check_invariants=False,
+                device=spec.device,
             )
         if not gradient.is_sparse:  # the weight was used densely as well
             return gradient.to_sparse(1).coalesce()

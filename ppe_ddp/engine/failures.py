@@ -38,7 +38,7 @@ from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, 
 from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
     from ppe_ddp.contracts import Waitable
@@ -312,6 +312,7 @@ class Failures:
         lost: Finds lost ranks.
         job_rank_of: Converts a rank of the group to the rank in the job.
         step: Returns the current step of this rank.
+        on_host: The device types whose collectives the host waits for: "cpu", and "cuda" where gloo serves it.
     """
 
     def __init__(
@@ -322,10 +323,12 @@ class Failures:
         lost: LostRanks,
         job_rank_of: Callable[[int], int | None] = lambda _rank: None,
         step: Callable[[], int] = lambda: sys.maxsize,
+        on_host: Collection[str] = ("cpu",),
     ) -> None:
         self._store = store
         self._job_rank_of = job_rank_of
         self._step = step
+        self._on_host = on_host
         self._name = name
         self._reports = Reports(store, f"ppe_ddp/failures/{name}")
         self._rank = rank
@@ -441,11 +444,9 @@ class Failures:
             for part in pending.parts:
                 self.wait(part, device)
             return None
-        if device.type != "cpu":
-            return pending.wait()  # the host does not wait
         call = getattr(pending, "work", pending)
-        if type(call) is dist.Work and call.is_completed():
-            return pending.wait()
+        if type(call) is dist.Work and (device.type not in self._on_host or call.is_completed()):
+            return pending.wait()  # on a stream of the device, if the host does not wait
         one = call if isinstance(call, Work) else in_flight(call)
         if one is not None and not one.done():
             self._await(one)

@@ -59,6 +59,7 @@ from ppe_ddp.engine.group_duplicates import (
     check_wanted,
     close,
     destroy,
+    devices_on_host,
     duplicates,
     is_over_gloo,
     registered_duplicates,
@@ -575,7 +576,8 @@ class Groups:
     def _connect_failures(self, generation: int) -> None:
         store, name = self._store(), f"{self.name}/{generation}"
         self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
-        self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step)
+        on_host = devices_on_host(self.parent)
+        self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step, on_host)
 
     def release(self) -> None:
         """Return them to the pool of the parent; the next :meth:`duplicate` reuses them, or all ranks free them there.

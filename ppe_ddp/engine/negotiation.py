@@ -130,7 +130,7 @@ class BucketSizeMeasurement:
                 taken.append(_by_other_threads_ns() - start_of_threads)
             found += min(times[1:]), self._cores_are_busy() * max(0, min(taken[1:]))
         agreed = allocator(self._groups.control)(len(found), torch.int64, _CPU)
-        agreed.copy_(torch.tensor(found))
+        agreed.copy_(torch.tensor(found, device="cpu"))
         yield from all_reduced(agreed, self._groups, _MAX)
         backward, nbytes, small, small_taken, large, large_taken = agreed.tolist()
         per_byte, taken_per_byte = (

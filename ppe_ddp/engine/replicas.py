@@ -227,8 +227,8 @@ def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references:
 def _references(buffer: Tensor) -> int:
     """The number of Python references to a tensor that a graph holds, including the caller's."""
     with torch.enable_grad():
-        sample = torch.zeros(())
-        _graph = torch.zeros((), requires_grad=True) * sample
+        sample = torch.zeros((), device="cpu")
+        _graph = torch.zeros((), requires_grad=True, device="cpu") * sample
     # The count may include a reference of torch's, depending on its version. The sample, held alike, cancels it out.
     return getrefcount(buffer) - getrefcount(sample)
 
@@ -253,7 +253,7 @@ def check_in_sync(negotiation: Negotiation, module_state: ModuleState, groups: G
     tensors: dict[str, Tensor] = dict(zip(module_state.names, module_state.parameters, strict=True))
     if negotiation.buffers():
         tensors.update(module_state.buffers())
-    own = torch.tensor([digest_of(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    own = torch.tensor([digest_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
     digests = [torch.empty_like(own) for _ in range(groups.world_size)]
     dist.all_gather(digests, own, group=groups.control)
     differing = [digest != digests[0] for digest in digests]
@@ -308,6 +308,8 @@ class DriftCheck:
         self._step = self._next = 0  # the steps of the last summed part and of the next one; 0 for none
         self._generation = groups.generation
         self._sums: list[Tensor] = []
+        self._is_on_device = any(not parameter.is_cpu for parameter in self._parameters)
+        self._arrivals: list[torch.Event] = []  # of sums that are sent to the host
         self._sent: list[int] | None = None
         self._equal = 0  # comparisons since the last difference
         self._reported: set[tuple[int, ...]] = set()
@@ -318,6 +320,8 @@ class DriftCheck:
 
         A rank that has run out of inputs (``join()``) has old parameters, and does not take part.
         """
+        for arrival in self._arrivals:
+            arrival.synchronize()
         sums = [*map(int, self._sums)]
         self._sent = sums if takes_part else None
         digest = hashlib.blake2b(repr(sums).encode(), digest_size=8).digest()
@@ -325,7 +329,7 @@ class DriftCheck:
         generation, self._generation = self._generation, self._groups.generation
         # After a failed step of a DistributedOptimizer parameters are old in part, until a step succeeds.
         is_behind = generation != self._generation or any(gather.is_behind for gather in self._groups.gathers)
-        self._step, self._sums = 0, []
+        self._step, self._sums, self._arrivals = 0, [], []
         self._next = self._groups.step % (1 << 8 * _STEP_BYTES) if takes_part and not is_behind else 0
         self._equal += 1
         if self._equal > self._parts:
@@ -336,10 +340,12 @@ class DriftCheck:
         """Sum up the next part; called while the vote is in flight, when the host is idle."""
         if self._next:
             self._sums = self._add_up(self._next // self.every % self._parts)
+            if self._is_on_device:
+                self._arrivals = _sent_to_host(self._sums)
             self._step, self._next = self._next, 0
 
     def _add_up(self, part: int) -> list[Tensor]:
-        """The sum of the bits of each piece of one part. On GPUs it is only launched here; :meth:`field` reads it."""
+        """The sum of the bits of each piece of one part. On GPUs it is only launched here."""
         known = self._known.get(part)
         # Reading an address waits for a parameter that is being gathered.
         if known is None or list(map(_ADDRESS, known[0])) != known[1]:
@@ -386,7 +392,7 @@ class DriftCheck:
         rank, size = self._groups.rank, self._groups.world_size
         table = allocator(self._groups.control)(size * (len(names) + 1), torch.int64, _CPU).zero_().view(size, -1)
         if self._sent is not None:
-            table[rank] = torch.tensor([1, *self._sent])
+            table[rank] = torch.tensor([1, *self._sent], device="cpu")
         yield from all_reduced(table, self._groups)
         rows = {other: row[1:] for other, row in enumerate(table.tolist()) if row[0]}
         found = _differing(rows, names)
@@ -414,10 +420,23 @@ def _is_comparable(parameter: nn.Parameter) -> bool:
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
+def _sent_to_host(scalars: list[Tensor]) -> list[torch.Event]:
+    """Replace the scalars of each device by a copy on the host, which is complete at the device's event."""
+    arrivals = []
+    for device in {scalar.device for scalar in scalars if not scalar.is_cpu}:
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        here = torch.stack([scalars[place] for place in places]).to("cpu", non_blocking=True)
+        arrivals.append(torch.Event(device))
+        arrivals[-1].record(torch.accelerator.current_stream(device))
+        for place, number in zip(places, here.unbind(), strict=True):
+            scalars[place] = number
+    return arrivals
+
+
 def _adding_up(parameter: nn.Parameter, spec: ParameterSpec, start: int, stop: int) -> Callable[[], Tensor]:
     """Return a function that sums these elements' bits as integers of 8 bytes; any flipped bit changes the sum."""
     if not _is_comparable(parameter):
-        return torch.zeros((), dtype=torch.int64).sum
+        return torch.zeros((), dtype=torch.int64, device="cpu").sum
 
     def integers() -> Tensor:
         flat = flattened(parameter, spec)[start:stop]

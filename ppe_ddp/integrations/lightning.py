@@ -81,7 +81,7 @@ class TrainerStrategy(_Strategy, TrainerBase):
         """The output of Lightning's; a loss of zero instead of None, which Lightning refuses."""
         output = super().training_step(*args, **kwargs)
         self._has_loss = output is not None or not self.lightning_module.automatic_optimization
-        return output if self._has_loss else torch.zeros((), requires_grad=True)
+        return output if self._has_loss else torch.zeros((), requires_grad=True, device="cpu")
 
     @override
     def optimizer_step(

@@ -374,7 +374,7 @@ class ModelParallel:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most])
+            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most], device="cpu")
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
@@ -397,7 +397,7 @@ class ModelParallel:
     def confirm(self) -> None:
         """Wait until all ranks have come here, if any has summed gradients, so that all take the step or none does."""
         for groups in self._distinct if self._sums else ():
-            word = torch.zeros(1)
+            word = torch.zeros(1, device="cpu")
             start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
             self.communicate(groups, start, word.device)
 

@@ -74,7 +74,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
             state[member.shard.name] = {key: _saved(value, member, model, meshes) for key, value in held.items()}
     return {
         "state": state,
-        "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight)))) for m in masters},
+        "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
         "master": {m.shard.name: _saved(m.weight.detach(), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
         "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},

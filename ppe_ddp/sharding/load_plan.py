@@ -127,7 +127,7 @@ def _part(runs: Runs, placement: tuple[int, ...], parts: int, index: int) -> Run
         return _within(runs, min(index * size, count), min((index + 1) * size, count))
     # Only torch knows how _StridedShard interleaves, so it splits a tensor of positions.
     dim, split_factor = placement
-    positions = torch.cat([torch.arange(start, stop) for start, stop in runs])
+    positions = torch.cat([torch.arange(start, stop, device="cpu") for start, stop in runs])
     mine = split_strided(positions.view([1] * dim + [count]), dim, split_factor, parts)[index].flatten()
     breaks = (mine.diff() != 1).nonzero().flatten() + 1
     pieces = mine.tensor_split(breaks) if mine.numel() else ()

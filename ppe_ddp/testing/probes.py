@@ -172,7 +172,7 @@ def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
     """Random numbers that follow from the seeds, so that a rank can make those of the others."""
     seed = sum(value * 1009**k for k, value in enumerate(seeds))
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def probe_broadcast(plugs: Plugs, dtypes: Sequence[torch.dtype], device: str) -> list[str]:
@@ -223,7 +223,7 @@ def probe_backend(device: str) -> list[str]:
 def _integers(size: int, dtype: torch.dtype, device: str, rank: int | None = None) -> Tensor:
     """Small integers, whose sums are exact in every dtype; different on every rank."""
     rank = dist.get_rank() if rank is None else rank
-    return ((torch.arange(size) + 2 * rank) % _MODULUS + rank).to(dtype).to(device)
+    return ((torch.arange(size, device="cpu") + 2 * rank) % _MODULUS + rank).to(dtype).to(device)
 
 
 def _everyone(size: int, dtype: torch.dtype, device: str) -> Tensor:
@@ -326,8 +326,8 @@ class _LinearOfDtype(nn.Module):
 
     def __init__(self, dtype: torch.dtype, generator: torch.Generator) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn((_WIDTH, _WIDTH), generator=generator).div(2).to(dtype))
-        self.bias = nn.Parameter(torch.zeros(_WIDTH, dtype=dtype))
+        self.weight = nn.Parameter(torch.randn((_WIDTH, _WIDTH), generator=generator, device="cpu").div(2).to(dtype))
+        self.bias = nn.Parameter(torch.zeros(_WIDTH, dtype=dtype, device="cpu"))
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.tanh((hidden.to(self.weight.dtype) @ self.weight + self.bias).float())
@@ -348,11 +348,11 @@ class DynamicModel(nn.Module):
         self.first, self.recomputed, self.unused = maps[:3]
         self.branches, self.heads = nn.ModuleList(maps[3:6]), nn.ModuleList(maps[6:8])
         self.frozen = maps[8].requires_grad_(False)
-        self.empty = nn.Parameter(torch.zeros((0, _WIDTH), dtype=dtypes[0]))
-        self.factor = nn.Parameter(torch.ones((), dtype=dtypes[-1]))
-        table = torch.randn((_EMBEDDED, _WIDTH), generator=generator)
+        self.empty = nn.Parameter(torch.zeros((0, _WIDTH), dtype=dtypes[0], device="cpu"))
+        self.factor = nn.Parameter(torch.ones((), dtype=dtypes[-1], device="cpu"))
+        table = torch.randn((_EMBEDDED, _WIDTH), generator=generator, device="cpu")
         self.rows = nn.Embedding(_EMBEDDED, _WIDTH, sparse=True, _weight=table) if has_sparse else None
-        self.register_buffer("seen", torch.zeros(_WIDTH, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(_WIDTH, dtype=torch.float64, device="cpu"))
 
     def forward(self, batch: Tensor, draw: Random) -> list[Tensor]:
         """The outputs of one head or of both, for a batch of shape (rows, width)."""
@@ -381,7 +381,7 @@ class _Actor(NamedTuple):
     def losses(self, forward: int = 0) -> list[Tensor]:
         seed = f"{self.number} {self.rank} {forward}"
         generator = torch.Generator().manual_seed(Random(seed).getrandbits(60))
-        batch = torch.randn(_ROWS, _WIDTH, generator=generator).to(self.device).requires_grad_()
+        batch = torch.randn(_ROWS, _WIDTH, generator=generator, device="cpu").to(self.device).requires_grad_()
         return [(output + 0.5).square().mean() for output in self.model(batch, Random(f"path {seed}"))]
 
     def loss(self, forward: int = 0) -> Tensor:

@@ -98,7 +98,7 @@ def _offset_of(peer: int, group: ProcessGroup) -> tuple[int, int]:
 
 
 def _message(number: int) -> torch.Tensor:
-    return torch.tensor([number], dtype=torch.int64)
+    return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ppe_ddp.backends.cuda_device import CudaDevice
+
+_Kind: Any = ReduceOp.RedOpType
 
 
 class Members(NamedTuple):
@@ -308,7 +311,9 @@ class NcclCollectives:
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
         """Memory that NCCL can reduce, the number of elements, and NCCL's numbers of datatype and operation."""
-        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op)
+        # NCCL cannot average float8 where one rank is alone.
+        is_average = self.size == 1 and op.op == _Kind.AVG
+        datatype, itemsize, kind = reduction_of(tensor.dtype, _Kind.SUM if is_average else op.op)
         source = _readable(tensor)
         return source, source.nbytes // itemsize, datatype, kind
 

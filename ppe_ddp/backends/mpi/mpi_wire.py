@@ -311,9 +311,9 @@ def _read(word: Any) -> Any:
         case {"op": number}:
             return MPI.Op.f2py(number)
         case {"numel": numel, "dtype": name}:
-            return torch.zeros(numel, dtype=getattr(torch, name))
+            return torch.zeros(numel, dtype=getattr(torch, name), device="cpu")
     return word
 
 
 def _bytes(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.uint8)
+    return torch.zeros(count, dtype=torch.uint8, device="cpu")

@@ -96,7 +96,9 @@ class SharedMemory:
         start = self._take(nbytes)
         memory = memoryview(self._map)[start : start + nbytes]
         weakref.finalize(memory, self._give_back, start, nbytes).atexit = False
-        return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
+        return (
+            torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype, device="cpu")
+        )
 
     def reserve(self, nbytes: int) -> int:
         """Reserve zeros that are never freed, as other processes may read them at any time; returns their position."""

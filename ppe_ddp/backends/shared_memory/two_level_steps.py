@@ -71,13 +71,13 @@ class WireMemory:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = numel * dtype.itemsize
         if not nbytes:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         fitting = [memory for memory in self._free if memory.numel() >= nbytes]
         if fitting:
             memory = min(fitting, key=torch.Tensor.numel)
             self._free = [one for one in self._free if one is not memory]
         else:
-            memory = torch.empty(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES, dtype=torch.uint8)
+            memory = torch.empty(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES, dtype=torch.uint8, device="cpu")
         self._lent[memory.data_ptr()] = memory
         return memory[:nbytes].view(dtype)
 
