@@ -98,9 +98,9 @@ LAWS = """
 import sys, torch, torch.distributed as dist, ppe_ddp
 from ppe_ddp.testing.probes import Plugs, probe_backend
 from laws import Case
-from one_process import in_place_mean
 from law_scenarios import check_case
 from law_models import Recipe
+from weighing import own_average
 ppe_ddp.init_process_group(sys.argv[1], init_method="mpi://", quiet=True)
 assert dist.get_world_size() == int(sys.argv[2]), dist.get_world_size()
 problems = probe_backend("cuda")
@@ -110,7 +110,7 @@ dist.all_reduce(total)
 assert total.tolist() == [dist.get_world_size()] * 3
 for seed in range(4):
     # One rank alone sends something only by a function of a user's.
-    check_case(Case(Recipe.random(seed)), plugs=Plugs(in_place_mean), device="cuda")
+    check_case(Case(Recipe.random(seed)), plugs=Plugs(own_average), device="cuda")
     if dist.get_world_size() > 1:
         check_case(Case(Recipe.random(seed)), device="cuda")
 dist.destroy_process_group()
@@ -419,4 +419,3 @@ def test_env_tells_what_is_here():
     for backend in ("nccl", "cupy_nccl"):
         is_told = f"{f'backend {backend}:':<20}yes, for cuda tensors" in output
         assert is_told == (importlib.util.find_spec("cupy") is not None or backend == "nccl"), output
-    assert f"{'NCCL clash:':<16}no" in output

@@ -6,8 +6,10 @@ In each way once: their combinations, in all orders of events, are in tests/simu
 import contextlib
 import itertools
 import signal
+import threading
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +18,16 @@ from torch import nn
 
 import failing
 import failing_shards
+from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
+from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import AbortedError
+from ppe_ddp.torch_internals import at_end_of_backward
 from rank_tests import on_three_ranks, on_two_ranks
 
 WAYS_OF_SHARDS = (*failing_shards.PATCHES, *failing_shards.PLUGS)
@@ -221,3 +226,44 @@ def test_what_was_sent_in_a_step_still_arrives_when_its_sender_fails_in_the_next
     dist.broadcast(value, 0, group=groups.buckets)
     assert value.item() == 1
     groups.note(Activity.DONE)
+
+
+@pytest.mark.parametrize("after", ["a backward", "no backward"])
+@on_two_ranks
+def test_autograd_lets_go_of_the_graph_late(after):
+    """For a GPU a thread of autograd runs the graph, and still holds it when the error has been raised."""
+    module = seeded(mlp, 4, 5, 2)
+    expected = mean_gradients(module, square)
+    model, rank, held, raised = DistributedDataParallel(module), dist.get_rank(), [], []
+
+    def late(callback):
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    def fail():
+        output = model(data(5, 4))
+        output.register_hook(lambda _: 1 / 0)
+        with mock.patch.object(reducer, "at_end_of_backward", late), pytest.raises(ZeroDivisionError):
+            output.sum().backward()
+        raised.append(True)
+
+    square(model, rank)
+    for _ in range(2):
+        model.zero_grad()
+        if rank:
+            autograd = threading.Thread(target=fail)
+            autograd.start()
+            autograd.join()
+            assert raised.pop()
+            threading.Timer(0.05, held.clear).start()
+        else:
+            with pytest.raises(PeerAbortedError):
+                square(model, rank)
+        model.zero_grad()
+        if after == "a backward" or not rank:
+            square(model, rank)
+        else:
+            model.finish_grad_sync()
+        if after == "a backward":
+            assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)

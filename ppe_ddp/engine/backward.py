@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
 from operator import attrgetter, methodcaller
+from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,7 @@ class Backward:
         self.arrivals: list[int] = []  # parameters in the order in which their gradients arrived
         self.dropped = 0  # how many forwards of this rank had no backward so far (``grad_hooks.py``)
         self.alive = alive  # returns None once the graph task is gone
+        self.thread = get_ident()  # the thread that has begun it; one of autograd's for a GPU
         self.met: Exception | None = None  # an error to raise at the end of this backward
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
         # Set by the synchronizer, through the methods below:

@@ -10,6 +10,7 @@ The reducer sends nothing itself; ``synchronizer.py`` makes all calls that reach
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -41,7 +42,8 @@ from ppe_ddp.errors import (
     UnusableError,
 )
 from ppe_ddp.nested_tensors import mapped, tensors_in
-from ppe_ddp.torch_internals import at_end_of_backward, is_in_compiled_autograd, uncompiled_hook
+from ppe_ddp.torch_internals import at_end_of_backward, is_in_backward, is_in_compiled_autograd, uncompiled_hook
+from ppe_ddp.waiting import progress_engine
 from ppe_ddp.weighing import Weights
 
 if TYPE_CHECKING:
@@ -59,6 +61,10 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=Synchronizer)
 
 logger = logging.getLogger("ppe_ddp")
+
+# How long a thread of autograd may hold a graph task that has raised: until Python lets it run.
+_RELEASE_SECONDS = 1.0
+_RELEASE_NAP = 1e-4
 
 
 class Reducer(Generic[C]):
@@ -164,9 +170,21 @@ class Reducer(Generic[C]):
 
     def recover(self) -> bool:
         """Finish an aborted backward; returns whether no backward is running, so that parameters may be replaced."""
-        backward = self._running()
+        backward = self._backward
+        if backward is not None and backward.thread != threading.get_ident() and not is_in_backward():
+            self._await_release(backward)
+        is_over = self._running() is None
         self._arrivals.stop_recording()
-        return backward is None
+        return is_over
+
+    def _await_release(self, backward: Backward) -> None:
+        """Abort ``backward`` if it has raised here, and a thread of autograd for a GPU still holds its graph task."""
+
+        def is_gone() -> bool:
+            return backward.alive() is None
+
+        if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
+            self._abort_if_unfinished(weakref.ref(self), backward.alive)
 
     def before_forward(self) -> None:
         """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""

@@ -311,9 +311,9 @@ class NcclCollectives:
 
     def _reduced(self, tensor: Tensor, op: Any) -> tuple[Tensor, int, int, int]:
         """Memory that NCCL can reduce, the number of elements, and NCCL's numbers of datatype and operation."""
-        # NCCL cannot average float8 where one rank is alone.
-        is_average = self.size == 1 and op.op == _Kind.AVG
-        datatype, itemsize, kind = reduction_of(tensor.dtype, _Kind.SUM if is_average else op.op)
+        datatype, itemsize, kind = reduction_of(tensor.dtype, op.op)
+        if self.size == 1 and op.op == _Kind.AVG:
+            kind = reduction_of(tensor.dtype, _Kind.SUM)[2]  # NCCL has no average of float8 for one rank
         source = _readable(tensor)
         return source, source.nbytes // itemsize, datatype, kind
 
