@@ -1,6 +1,7 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
 import os
+import time
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, data, gradients, mlp, seeded
+from one_process import Routes, assert_gradients, data, gradients, mlp, seeded
 from ppe_ddp import (
     DisagreementError,
     DistributedDataParallel,
@@ -188,6 +189,25 @@ def test_a_rank_without_samples_takes_the_averages_of_what_wrappers_share(option
     both.zero_grad()
     weigh(loss(wrappers, rank), 5 * rank).backward()
     assert_gradients(both, want)
+
+
+@on_two_ranks
+def test_a_rank_whose_losses_weigh_nothing_alone_uses_a_layer():
+    """Its gradients arrive when the ranks have agreed that no rank has them."""
+    module, rank = seeded(Routes, 128, 3), dist.get_rank()  # layers so large that each arrival looks for buckets
+    wrapper = DistributedDataParallel(module)
+
+    def loss(model, way):
+        return model(data(3, 128, rank=0), way).pow(2).mean()
+
+    loss(module, [0, 2]).backward()
+    want = gradients(module)
+    for _ in range(3):
+        wrapper.zero_grad()
+        wait = module.layers[2].bias.register_hook(lambda _: time.sleep(0.05 * rank))
+        weigh(loss(wrapper, [0, 1, 2] if rank else [0, 2]), 1 - rank).backward()
+        wait.remove()
+        assert_gradients(module, want)
 
 
 @on_two_ranks

@@ -510,7 +510,9 @@ class LaunchSchedule(Generic[B]):
 
     def mark_arrived(self, indices: Sequence[int]) -> None:
         """Count the gradients of these parameters as arrived."""
-        for k, count in Counter(map(self.plan.bucket_of.__getitem__, indices)).items():
+        for k, count in Counter(map(self.plan.bucket_of.get, indices)).items():
+            if k is None:  # only this rank has these, and its losses weigh nothing
+                continue
             self._missing[k] -= count
             if self._missing[k] == 0:
                 self.record.buckets[k].ready = perf_counter_ns()
