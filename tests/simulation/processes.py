@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from ppe_ddp.backends import group as group_of_ranks
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
-from ppe_ddp.engine import groups, peer_processes
+from ppe_ddp.engine import groups, peer_processes, plan
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -177,4 +177,7 @@ def run_ranks(program, scheduler, faults, train):
     Network.current, Faults.current = Network(scheduler.draw.random() < 0.3, is_mute, is_blind), faults
     Pages.current = Pages(program.nodes)
     scheduler.at_death = Network.current.die
-    scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])
+    # From which size an arrival looks for buckets to launch: each, each weight, or none, as nothing here is large.
+    trigger = Random(f"trigger {program.seed}").choice([1, 20, plan._TRIGGER_BYTES])
+    with mock.patch.object(plan, "_TRIGGER_BYTES", trigger):
+        scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])
