@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from node_worlds import BACKENDS
 from ppe_ddp.testing import JobStarter, Nodes, Ranks, nodes, nodes_missing
+from rank_tests import make_tensors_on
 from subprocesses import warm_executable
 
 # An example that starts ranks takes seconds; in CI the same examples every time, so that a red run is real.
@@ -81,6 +82,8 @@ def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also the tests that take long")
     help = "let two, three and four ranks be on two nodes, started by mpirun over mpi4py or by torchrun over gloo"
     parser.addoption("--ranks-on-nodes", choices=["mpirun", "torchrun"], help=help)
+    help = "let two, three and four ranks, over gloo, make their tensors there; tests that name a device fail then"
+    parser.addoption("--device", choices=["cpu", "cuda"], help=help)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -179,9 +182,10 @@ def _needs_ranks(item):
 @contextlib.contextmanager
 def ranks_of(config, *layout):
     """Ranks on this machine; or as many on each node as `layout` says, where the command line asks for it."""
-    launcher = config.getoption("--ranks-on-nodes")
+    launcher, device = config.getoption("--ranks-on-nodes"), config.getoption("--device")
     if launcher is None:
-        with Ranks(sum(layout), timeout=120) as ranks:  # whose groups have 60 s: see failing.SECONDS
+        prepare = functools.partial(make_tensors_on, device) if device else None
+        with Ranks(sum(layout), timeout=120, prepare=prepare) as ranks:  # groups have 60 s: see failing.SECONDS
             yield ranks
         return
     backend = BACKENDS[launcher]

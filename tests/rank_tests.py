@@ -4,7 +4,9 @@ import functools
 import importlib
 import inspect
 import reprlib
+import sys
 import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,3 +69,15 @@ def end_world():
         # Each wrapper makes process groups, which have threads and sockets; the next run gets a fresh world.
         dist.barrier()
         dist.destroy_process_group()
+
+
+def make_tensors_on(device):
+    """Let tensors and generators of tests be on this device where they name none."""
+    original = torch.Generator
+
+    def generator(at=None):
+        is_of_a_test = Path(sys._getframe(1).f_code.co_filename).parent == Path(__file__).parent
+        return original(at or (device if is_of_a_test else "cpu"))
+
+    torch.set_default_device(device)
+    torch.Generator = generator
