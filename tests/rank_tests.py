@@ -75,9 +75,10 @@ def make_tensors_on(device):
     """Let tensors and generators of tests be on this device where they name none."""
     original = torch.Generator
 
-    def generator(at=None):
-        is_of_a_test = Path(sys._getframe(1).f_code.co_filename).parent == Path(__file__).parent
-        return original(at or (device if is_of_a_test else "cpu"))
+    class Generator(original):
+        def __new__(cls, at=None):
+            is_of_a_test = Path(sys._getframe(1).f_code.co_filename).parent == Path(__file__).parent
+            return original(at or (device if is_of_a_test else "cpu"))
 
     torch.set_default_device(device)
-    torch.Generator = generator
+    torch.Generator = Generator
