@@ -97,6 +97,15 @@ MUTANTS = [
         ("one node sends what another one has", SharedMemoryGroup, "only_rank", "return node", "return node and 0"),
         ("an unexpected arrival is not noted", REDUCER, "_count_arrived", "backward.unexpected.append(i)", "pass"),
         ("a second arrival counts as the first", REDUCER, "_count_arrived", "waiting[i] -= 1", "pass"),
+        # what is launched while backward runs
+        (
+            "a backward that has raised sends more",
+            SYNC,
+            "make_schedule",
+            "nothing if backward.silent or senders",
+            "nothing if senders",
+        ),
+        ("what was launched is not given back", SYNC, "give_back", "in backward.rounds", "in backward.rounds[:0]"),
         ("a second round is never made", SYNC, "complete", "if any(outcome.mask):", "if False:"),
         (
             "a second round takes the place of the first",
