@@ -33,7 +33,7 @@ from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
-from ppe_ddp.torch_internals import call_uncompiled, is_in_join
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -306,6 +306,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is not None:
             self._reducer.enabled = self._synchronizes
 
+    @uncompiled
     def train_apart(self, apart: bool = True) -> None:
         """Let each rank train by itself, as ``LocalSGD`` does. All ranks call this together.
 
@@ -330,6 +331,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is not None:
             self._reducer.synchronizer.train_apart(apart)
 
+    @uncompiled
     def start_grad_sync(self) -> None:
         """Start to synchronize the gradients in ``.grad`` without a backward.
 
@@ -339,6 +341,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if (reducer := self._used()) is not None:
             reducer.start()
 
+    @uncompiled
     def finish_grad_sync(self) -> None:
         """Finish the synchronization that :meth:`start_grad_sync` has started, or run a whole one.
 
@@ -347,6 +350,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if (reducer := self._used()) is not None:
             reducer.finish()
 
+    @uncompiled
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
         """Give this step up on all ranks; for a rank that cannot complete it and goes on with the next step.
 
@@ -365,6 +369,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if (reducer := self._reducer or self._ready()) is not None:
             reducer.abort(reason)
 
+    @uncompiled
     def check_in_sync(self) -> None:
         """Compare the bits of parameters, and of broadcast buffers, across the ranks. All ranks call this together.
 

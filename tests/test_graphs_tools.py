@@ -24,7 +24,7 @@ from one_process import (
     square,
 )
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
-from ppe_ddp.compression import ErrorFeedback, TopK
+from ppe_ddp.compression import DiLoCo, ErrorFeedback, TopK
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
@@ -183,6 +183,79 @@ def test_compile_a_whole_step_with_its_backward(options):
         compiled(*arguments(rank, k))
         assert_gradients(module, expected)
         assert_same_on_all_ranks(module)
+    torch._dynamo.reset()
+
+
+def plain(optimizer, _wrapper):
+    return optimizer
+
+
+def with_outer_steps(optimizer, wrapper):
+    optimizer.outer = DiLoCo(wrapper, optimizer, every=2)
+    return optimizer
+
+
+def step_outside(wrapper, optimizer, _scaler, x):
+    square_of(wrapper, x).backward()
+    optimizer.step()
+    optimizer.outer.synchronize()
+
+
+def step_clipped(wrapper, optimizer, _scaler, x):
+    square_of(wrapper, x).backward()
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+
+
+def step_scaled(wrapper, optimizer, scaler, x):
+    scaler.scale(square_of(wrapper, x)).backward()
+    scaler.step(optimizer)
+
+
+def step_without_a_backward_on_one_rank(wrapper, optimizer, _scaler, x):
+    if dist.get_rank():
+        wrapper.finish_grad_sync()
+    else:
+        square_of(wrapper, x).backward()
+    optimizer.step()
+    wrapper.check_in_sync()
+
+
+def square_of(model, x):
+    return model(x).pow(2).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (with_outer_steps, step_scaled),
+        (with_outer_steps, step_outside),
+        (DistributedOptimizer, step_scaled),
+        (DistributedOptimizer, step_clipped),
+        (plain, step_without_a_backward_on_one_rank),
+    ],
+    ids=["outer steps", "an outer step by hand", "shards, scaled", "shards, clipped", "a rank without a backward"],
+)
+@on_two_ranks
+def test_compile_a_whole_step_with_its_optimizer(make, step):
+    found = []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+        optimizer = make(torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9), wrapper)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        called = torch.compile(step, backend="eager") if is_compiled else step
+        for k in range(5):
+            optimizer.zero_grad()
+            x = data(5, 4, rank=dist.get_rank(), step=k)
+            if step is step_scaled and k == 2 and dist.get_rank() == 1:
+                x = x * float("inf")  # this rank alone skips the step, or all do
+            called(wrapper, optimizer, scaler, x)
+            if step is step_scaled:
+                scaler.update()
+        found.append([parameter.detach().clone() for parameter in wrapper.parameters()])
+        del wrapper, optimizer
+    torch.testing.assert_close(found[0], found[1])
     torch._dynamo.reset()
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
 from ppe_ddp import NonFiniteGradientError
-from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
+from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from rank_tests import on_three_ranks, on_two_ranks
 
 VARIANTS = [
@@ -184,3 +184,28 @@ def test_not_a_number_is_found_before_it_spreads(value, options):
     loss(model, rank, 3, taken=[0]).backward()
     model.finish_grad_sync()
     hold(model, mean_of(model.module, *[(r, 3, {"taken": [0]}) for r in range(2)]))
+
+
+@pytest.mark.parametrize("options", [VARIANTS[1], VARIANTS[3]], ids=["overlap", "after"])
+@on_two_ranks
+def test_compile_a_whole_step_with_its_synchronization(options):
+    torch._dynamo.reset()
+    model, rank = wrap(**options), dist.get_rank()
+
+    def step(k):
+        if k % 2:
+            loss(model, rank, k, taken=[k % 4]).backward()
+            finalize_model_grads([model])
+        else:
+            if rank == 0:
+                loss(model, rank, k, taken=[k % 4]).backward()
+            model.finish_grad_sync()
+
+    compiled = torch.compile(step, backend="eager")
+    for k in range(4):
+        model.zero_grad_buffer()
+        compiled(k)
+        passes = [(0, k, {"taken": [k % 4]})] + [(1, k, {"taken": [k % 4]})] * (k % 2)
+        expected = mean_of(model.module, *passes)
+        hold(model, expected)
+    torch._dynamo.reset()

@@ -12,8 +12,8 @@ from torch import nn
 import test_compression as flat
 import test_dropped_steps as dropping
 from node_worlds import in_own_world, some, worlds
-from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
+from ppe_ddp import Checkpointer, DistributedDataParallel, PeerAbortedError
 from ppe_ddp.compression import Compressor, ErrorFeedback, PowerSGD, Sign, TopK, Uncompressed
 from ppe_ddp.compression.comm_state import SliceOwners, hierarchy_of
 from ppe_ddp.engine.plan import ParameterSpec
@@ -203,6 +203,32 @@ on_three = pytest.mark.parametrize("world", worlds((2, 1), short=[("torchrun", (
 @on_three
 def test_a_state_is_that_of_ranks_on_these_nodes(world):
     call(world, of_other_nodes)
+
+
+def from_other_nodes(folder, first, then):
+    """As if ranks that share memory were on other nodes: as many ranks, but each of them alone, or the reverse."""
+    saving = wrapped(mlp(6, 6, 2), ErrorFeedback(TopK(0.3, min_numel=0)), shared_memory=first)
+    for step in range(2):
+        saving(data(5, 6, rank=dist.get_rank(), step=step)).sum().backward()
+    Checkpointer(folder, {"model": saving}).save(2)
+    loading = wrapped(mlp(6, 6, 2), ErrorFeedback(TopK(0.3, min_numel=0)), shared_memory=then)
+    assert Checkpointer(folder, {"model": loading}).load().step == 2
+    fresh = wrapped(copy.deepcopy(saving.module), ErrorFeedback(TopK(0.3, min_numel=0)), shared_memory=then)
+    state = loading.comm_state_dict()
+    assert state["steps"] == 2
+    assert state["nodes"] == fresh.comm_state_dict()["nodes"] != saving.comm_state_dict()["nodes"]
+    for step in range(2):
+        for wrapper in (loading, fresh):
+            wrapper.zero_grad()
+            wrapper(data(5, 6, rank=dist.get_rank(), step=step)).sum().backward()
+        assert_gradients(loading.module, gradients(fresh.module))
+        assert_same_on_all_ranks(loading.module)
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), launchers=["torchrun"]), indirect=True)
+@pytest.mark.parametrize(("first", "then"), [(True, False), (False, True)])
+def test_a_checkpoint_of_ranks_on_other_nodes(world, first, then, tmp_path):
+    call(world, from_other_nodes, tmp_path, first, then)
 
 
 # ---------------------------------------------------------------- what is special

@@ -29,6 +29,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.compression.comm_state import on_these_nodes
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.replicas import digest_of
@@ -331,6 +332,16 @@ class Restored:
     positions: list[Any]
 
 
+def _load_communication(wrapper: Any, saved: Any) -> None:
+    """Load the ``comm_state_dict()`` of a wrapper; if the ranks are on other nodes now, compressors begin anew."""
+    own = wrapper.comm_state_dict()
+    if isinstance(own, list):  # of Megatron's wrapper: one for each group
+        fitting: Any = [on_these_nodes(*pair) for pair in zip(saved, own, strict=True)]
+    else:
+        fitting = on_these_nodes(saved, own)
+    wrapper.load_comm_state_dict(fitting)
+
+
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
     """Refuse a Megatron wrapper if ``count`` ranks would save different tensors under one name."""
     groups: Any = getattr(wrapper, "groups", None)
@@ -365,7 +376,8 @@ class Checkpointer:
     A checkpoint is never half written, and damage is noticed before anything is loaded. Besides the parts it holds
     each rank's states of random number generators (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
     device), and the ``comm_state_dict()`` of each wrapper. The same number of ranks continues with the same bits, if
-    its steps are reproducible; another number of ranks loads only modules, optimizers and outer steps.
+    its steps are reproducible; another number of ranks loads only modules, optimizers and outer steps. As many ranks on
+    other nodes load all but the state of compressors.
 
     Files are those of ``torch.distributed.checkpoint``. Nothing in them is executed.
 
@@ -410,7 +422,7 @@ class Checkpointer:
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
         self._of_rank: list[SavedPart] = [
-            _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, what.load_comm_state_dict)
+            _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, partial(_load_communication, what))
             for name, what in wrappers.items()
         ]
         self._buffers = {name: _BuffersPart(name, what, rank) for name, what in modules.items()}

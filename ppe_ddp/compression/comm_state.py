@@ -7,6 +7,7 @@ old state is put back, since the sent values are dropped as well.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.plan import ParameterSpec
+
+logger = logging.getLogger("ppe_ddp")
 
 RESIDUAL = "residual"
 """The key of a parameter's residual: the part of its gradients that this rank has not sent."""
@@ -210,6 +213,21 @@ def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
 def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
     """The ranks of each node, if there are several nodes and ranks share memory on one; else none."""
     return groups.nodes if any(len(node) > 1 for node in groups.nodes) else ()
+
+
+def on_these_nodes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``saved``, a ``comm_state_dict()`` of this rank, for the nodes of ``here``; without state if it was of others.
+
+    On other nodes other ranks have the state of a parameter, and what these saved may differ from node to node.
+    """
+    if "nodes" not in saved or "nodes" not in here or saved["nodes"] == here["nodes"]:
+        return saved
+    if here["rank"] == 0:
+        logger.warning(
+            "the ranks are on other nodes, or share memory in another way, than when this was saved: what the "
+            "compressor had not sent then is not loaded"
+        )
+    return {**saved, "nodes": here["nodes"], "slices": here["slices"], "parameters": {}}
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:

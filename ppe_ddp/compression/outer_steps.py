@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps
+from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps, uncompiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -105,6 +105,7 @@ class OuterSteps:
         """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
         return self.module in (module, getattr(module, "module", None))
 
+    @uncompiled
     def _begin_inner_step(self) -> None:
         if self._is_restored:
             self._loaded.identities.clear()
@@ -130,6 +131,7 @@ class OuterSteps:
                 self._last[name] = parameter, parameter.detach().clone()
         self._loaded.identities.clear()
 
+    @uncompiled
     def _end_inner_step(self, optimizer: Optimizer) -> None:
         if self._of_optimizer[:1] != [self]:
             return  # the first OuterSteps of the optimizer counts for all
@@ -147,6 +149,7 @@ class OuterSteps:
         if self._steps % self._every == 0:
             self.synchronize()
 
+    @uncompiled
     @torch.no_grad()
     def synchronize(self) -> None:
         """Take an outer step now; called automatically after ``every`` inner steps. All ranks must call it together.
@@ -258,6 +261,7 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     return found
 
 
+@uncompiled
 def _count_all(outer_steps: Sequence[OuterSteps]) -> None:
     """Count an inner step for each, even after an error, since other ranks go on to the next outer step."""
     with ExitStack() as stack:

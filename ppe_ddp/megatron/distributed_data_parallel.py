@@ -254,6 +254,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         finally:
             reducer.enabled = before
 
+    @uncompiled
     def start_grad_sync(self, *unused: object) -> None:
         """Send all accumulated gradients; does nothing if a backward or this method has sent them, or has failed.
 
@@ -269,12 +270,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if not self.ddp_config.overlap_grad_reduce:
             synchronizer.wait_for_results()
 
+    @uncompiled
     def begin_grad_sync(self) -> None:
         """Begin the synchronization of :meth:`finish_grad_sync`, if there is one, without waiting for other ranks."""
         reducer = self._ready()
         if not (reducer.synchronizer.is_sent or reducer.synchronizer.has_failed):
             reducer.start()
 
+    @uncompiled
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Wait for the averages, after sending the gradients if they were not sent; then ``main_grad`` holds averages.
 
@@ -301,6 +304,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             synchronizer.is_sent = False
         synchronizer.raise_if_bad()
 
+    @uncompiled
     def abort_grad_sync(self, reason: str = "it has called abort_grad_sync()") -> None:
         """Give this step up on all ranks; for a rank that cannot complete it and goes on with the next step.
 
@@ -362,6 +366,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             self._sharded[experts] = ShardedBuffers(self.gradient_buffers, int(experts))
         return self._sharded[experts]
 
+    @uncompiled
     def start_param_sync(self, *unused: object, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather the shards that each rank has written; all ranks must call this.
 

@@ -24,6 +24,7 @@ from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
+from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
@@ -60,6 +61,7 @@ class _Shared(NamedTuple):
         return [(gradients.averaged, gradients.index[id(parameter)]) for gradients, parameter in found]
 
 
+@uncompiled
 def finalize_model_grads(
     model: Sequence[DistributedDataParallel] | DistributedDataParallel,
     num_tokens: Tensor | None = None,

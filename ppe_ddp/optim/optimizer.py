@@ -209,6 +209,7 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ a step
 
+    @uncompiled
     def _share_inf_checks(self) -> None:
         """Make one gradient of each device and dtype a SharedScaleCheck; the scaler makes one call for each kind."""
         kinds: dict[tuple[torch.device, torch.dtype], MasterWeight] = {}
@@ -360,6 +361,7 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
 
 
+@uncompiled
 def clip_grad_norm_(
     optimizers: Sequence[DistributedOptimizer],
     max_norm: float,
@@ -496,6 +498,7 @@ class ScaleCheck:
         self._copies = copies
         self._found: list[Tensor] = []
 
+    @uncompiled
     def add(self, found: Tensor) -> None:
         """Take the result of one call. The last call gets the maximum over all calls of all ranks."""
         self._found.append(found)
