@@ -244,11 +244,41 @@ def test_a_failure_that_is_explained_needs_nobody(peer):
 
 def test_the_rank_that_was_waited_for_in_vain_is_told():
     own, other = LostRank(1, "has not come"), LostRank(2, "has died", is_gone=True)
-    failures = Failures(BoundedStore(dist.HashStore()), "one", 1, None)
+    bounded = BoundedStore(dist.HashStore())
+    failures = Failures(bounded, "one", 1, LostRanks(bounded, "one", 1, 3, PeerProcesses(1)))
     late = failures.error([Failure(0, 3, "negotiating", "late", lost=[own])])
     assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
     dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
     assert dead.ranks == (2,)
+
+
+def test_a_death_that_is_seen_here_counts_more_than_what_a_rank_of_another_node_has_found(peer):
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 0, lost_ranks(peer, 3))
+    reports = [Failure(2, 3, "negotiating", "late", lost=[LostRank(1, "has not come")])]
+    assert not failures.error(reports).is_final
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    told = failures.error(reports)
+    assert (told.ranks, told.is_final) == ((1,), True)
+    assert "rank 1, which has died" in str(told)
+
+
+def test_a_death_is_known_in_groups_that_have_nobody_on_its_node(peer):
+    job, store = BoundedStore(dist.HashStore()), BoundedStore(dist.HashStore())
+    # The dead process is rank 1 of a group on its node, and rank 0 of another one whose other rank is elsewhere.
+    sees = LostRanks(store, "here", 0, 2, peer.processes, job)
+    far = PeerProcesses(1, None, [["another node", *peer.address[1:]], None])
+    assert far.on_this_node == []
+    elsewhere = PeerProcesses(1, None, [peer.address, None])
+    is_told, is_not = (LostRanks(store, "across", 1, 2, one, job) for one in (elsewhere, far))
+    assert sees.gone() == is_told.gone() == []
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    assert is_told.gone() == []
+    assert [one.rank for one in sees.gone()] == [1]
+    (dead,) = is_told.gone()
+    assert str(dead) == "rank 0, which has died"
+    assert dead.is_gone
+    assert is_told.find() == is_told.behind([0]) == [dead]
+    assert is_not.gone() == []  # another process with that number
 
 
 def test_who_has_died_before_its_page_could_be_mapped_is_lost(peer):

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group import ended_at_exit
 from ppe_ddp.backends.group_internals import (
     HashStore,
+    default_group,
     device_types,
     forget_destroyed,
     is_registered,
@@ -574,7 +575,8 @@ class Groups:
 
     def _connect_failures(self, generation: int) -> None:
         store, name = self._store(), f"{self.name}/{generation}"
-        self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
+        job = BoundedStore(store_of(default_group())) if self.is_duplicate else None
+        self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes, job)
         self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step)
 
     def release(self) -> None:
