@@ -18,7 +18,7 @@ from ppe_ddp.engine import failures as failures_module
 from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import _GROUPS, Activity, Condition, PeerProcesses, Position, own_address
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop, run
 
@@ -250,6 +250,22 @@ def test_the_rank_that_was_waited_for_in_vain_is_told():
     assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
     dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
     assert dead.ranks == (2,)
+
+
+def test_of_one_that_has_failed_in_a_later_step_and_died_the_death_is_told(peer):
+    lost = lost_ranks(peer)
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 0, lost)
+    groups = SimpleNamespace(step=3, is_duplicate=True, is_renewing=False, failures=failures, _lost=lost)
+
+    def told(step):
+        failures.of_others = lambda: [Failure(1, step, "begun", "KeyError: 'x'")]
+        return Groups.explained(groups, RuntimeError("gloo: connection reset"), "gathering parameters")
+
+    assert {type(told(step)) for step in (3, 4)} == {PeerAbortedError}
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    assert type(told(3)) is PeerAbortedError  # its failure has ended this step
+    assert isinstance(told(4), CommunicationError)
+    assert told(4).is_final
 
 
 def test_a_death_that_is_seen_here_counts_more_than_what_a_rank_of_another_node_has_found(peer):

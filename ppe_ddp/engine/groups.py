@@ -510,7 +510,9 @@ class Groups:
             return bool(others)
 
         lost = self._lost.find(is_reported) if self.is_duplicate else []
-        if others:
+        if others and all(failure.step > self.step for failure in others):
+            lost = self._lost.gone()  # as those that have failed had completed this step
+        if others and not lost:
             return self.failures.error(others)
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
@@ -570,8 +572,7 @@ class Groups:
         self.failures.forget()
 
     def _store(self) -> BoundedStore:
-        # A bare group has no store, and needs none: it is never closed.
-        return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())
+        return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())  # a bare group is never closed
 
     def _connect_failures(self, generation: int) -> None:
         store, name = self._store(), f"{self.name}/{generation}"
