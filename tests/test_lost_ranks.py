@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -319,6 +320,15 @@ def test_ranks_elsewhere_are_asked_by_the_store(peer):
     other._tell([other._lost(2, "has died", Position(5, Activity.VOTE, 0), is_gone=True)])
     (dead,) = lost_ranks(peer, 3, store).find()
     assert str(dead) == "rank 2, which has died (it had sent all buckets of step 5)"
+
+
+def test_a_process_may_show_its_end_after_all_other_nodes_have_answered(peer):
+    store = dist.HashStore()
+    LostRanks(BoundedStore(store), "one", 2, 3, PeerProcesses(2))._tell([])
+    death = threading.Timer(0.1, peer.process.kill)
+    death.start()
+    (dead,) = lost_ranks(peer, 3, store).find()
+    assert (dead.rank, dead.is_gone) == (1, True)
 
 
 class CountingStore(dist.Store):

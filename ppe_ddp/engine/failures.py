@@ -152,6 +152,7 @@ class LostRanks:
         told: dict[int, dict[str, Any]] = {}
         said: list[LostRank] | None = None
         found: list[LostRank] = []
+        here_until = monotonic() + (_HERE_SECONDS if self._processes.on_this_node else 0.0)
 
         def is_clear() -> bool:
             nonlocal said, told
@@ -164,7 +165,8 @@ class LostRanks:
                 told = self._told()
                 found.extend(LostRank(**one) for record in told.values() for one in record["lost"] if not said)
                 found.extend([] if found else self._told_by_job())
-            return bool(found or explained() or (told and len(told) == len(self._elsewhere)))
+            have_told = told and len(told) == len(self._elsewhere) and monotonic() >= here_until
+            return bool(found or explained() or have_told)
 
         seconds = _ELSEWHERE_SECONDS if self._elsewhere else _HERE_SECONDS
         with suppress(dist.DistError, CommunicationError):  # without the store, what can be seen here must do
