@@ -23,14 +23,13 @@ from datetime import timedelta
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch.distributed import Work
 
 from ppe_ddp.torch_internals import is_future
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
 _T = TypeVar("_T")
 
@@ -89,6 +88,27 @@ def is_message(pending: object) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def awaited_once(pending: Any, device: torch.device) -> Any:
+    """Return ``pending``, or for the Work of a point-to-point message a Future that a thread completes.
+
+    Such a Work can only block. A rank that waits for the Future can look for failures meanwhile.
+    """
+    if device.type != "cpu" or not is_message(pending):
+        return pending
+    arrived: torch.futures.Future[Any] = torch.futures.Future()
+
+    def wait() -> None:
+        try:
+            pending.wait()
+        except RuntimeError as error:
+            arrived.set_exception(error.with_traceback(None))  # its frames hold the Future: a reference cycle
+        else:
+            arrived.set_result(None)
+
+    threading.Thread(target=wait, name="ppe_ddp-message", daemon=True).start()
+    return arrived
 
 
 class _PendingWork:

@@ -5,6 +5,7 @@ import os
 import secrets
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from ppe_ddp.engine import failures as failures_module
 from ppe_ddp.engine.failures import Failure, Failures, LostRank, LostRanks, Renewals
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import _GROUPS, Activity, Condition, PeerProcesses, Position, own_address
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 from subprocesses import await_stop, run
 
@@ -244,11 +245,57 @@ def test_a_failure_that_is_explained_needs_nobody(peer):
 
 def test_the_rank_that_was_waited_for_in_vain_is_told():
     own, other = LostRank(1, "has not come"), LostRank(2, "has died", is_gone=True)
-    failures = Failures(BoundedStore(dist.HashStore()), "one", 1, None)
+    bounded = BoundedStore(dist.HashStore())
+    failures = Failures(bounded, "one", 1, LostRanks(bounded, "one", 1, 3, PeerProcesses(1)))
     late = failures.error([Failure(0, 3, "negotiating", "late", lost=[own])])
     assert str(late).startswith("rank 1: this rank came too late, and rank 0 has given this step up")
     dead = failures.error([Failure(0, 3, "negotiating", "dead", lost=[own, other])])
     assert dead.ranks == (2,)
+
+
+def test_of_one_that_has_failed_in_a_later_step_and_died_the_death_is_told(peer):
+    lost = lost_ranks(peer)
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 0, lost)
+    groups = SimpleNamespace(step=3, is_duplicate=True, is_renewing=False, failures=failures, _lost=lost)
+
+    def told(step):
+        failures.of_others = lambda: [Failure(1, step, "begun", "KeyError: 'x'")]
+        return Groups.explained(groups, RuntimeError("gloo: connection reset"), "gathering parameters")
+
+    assert {type(told(step)) for step in (3, 4)} == {PeerAbortedError}
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    assert type(told(3)) is PeerAbortedError  # its failure has ended this step
+    assert isinstance(told(4), CommunicationError)
+    assert told(4).is_final
+
+
+def test_a_death_that_is_seen_here_counts_more_than_what_a_rank_of_another_node_has_found(peer):
+    failures = Failures(BoundedStore(dist.HashStore()), "one", 0, lost_ranks(peer, 3))
+    reports = [Failure(2, 3, "negotiating", "late", lost=[LostRank(1, "has not come")])]
+    assert not failures.error(reports).is_final
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    told = failures.error(reports)
+    assert (told.ranks, told.is_final) == ((1,), True)
+    assert "rank 1, which has died" in str(told)
+
+
+def test_a_death_is_known_in_groups_that_have_nobody_on_its_node(peer):
+    job, store = BoundedStore(dist.HashStore()), BoundedStore(dist.HashStore())
+    # The dead process is rank 1 of a group on its node, and rank 0 of another one whose other rank is elsewhere.
+    sees = LostRanks(store, "here", 0, 2, peer.processes, job)
+    far = PeerProcesses(1, None, [["another node", *peer.address[1:]], None])
+    assert far.on_this_node == []
+    elsewhere = PeerProcesses(1, None, [peer.address, None])
+    is_told, is_not = (LostRanks(store, "across", 1, 2, one, job) for one in (elsewhere, far))
+    assert sees.gone() == is_told.gone() == []
+    peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+    assert is_told.gone() == []
+    assert [one.rank for one in sees.gone()] == [1]
+    (dead,) = is_told.gone()
+    assert str(dead) == "rank 0, which has died"
+    assert dead.is_gone
+    assert is_told.find() == is_told.behind([0]) == [dead]
+    assert is_not.gone() == []  # another process with that number
 
 
 def test_who_has_died_before_its_page_could_be_mapped_is_lost(peer):
@@ -273,6 +320,15 @@ def test_ranks_elsewhere_are_asked_by_the_store(peer):
     other._tell([other._lost(2, "has died", Position(5, Activity.VOTE, 0), is_gone=True)])
     (dead,) = lost_ranks(peer, 3, store).find()
     assert str(dead) == "rank 2, which has died (it had sent all buckets of step 5)"
+
+
+def test_a_process_may_show_its_end_after_all_other_nodes_have_answered(peer):
+    store = dist.HashStore()
+    LostRanks(BoundedStore(store), "one", 2, 3, PeerProcesses(2))._tell([])
+    death = threading.Timer(0.1, peer.process.kill)
+    death.start()
+    (dead,) = lost_ranks(peer, 3, store).find()
+    assert (dead.rank, dead.is_gone) == (1, True)
 
 
 class CountingStore(dist.Store):

@@ -28,6 +28,7 @@ from ppe_ddp import (
     average,
 )
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
+from ppe_ddp.engine import peer_processes
 from ppe_ddp.errors import AbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -259,6 +260,39 @@ def test_an_error_names_a_rank_that_has_died_where_only_others_have_waited_for_i
         assert "which has died" in str(error)
         assert "start" in str(error)
         assert "next step" not in str(error)
+
+
+def die_beside_another_node(culprit, is_closed):
+    """Rank 0 is alone on its node, and knows the process of no other rank."""
+    rank, alone = dist.get_rank(), dist.get_rank() == 0
+    peer_processes.node_name = lambda: b"alone" if alone else b"others"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    module = nn.Linear(4, 2)
+    module.weight.tensor_model_parallel = False
+    groups = ParallelGroups.from_mesh(mesh)
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), module, groups=groups)
+    if is_closed:
+        with contextlib.suppress(Boom, PeerAbortedError):
+            model(torch.ones(3, 4)).sum().backward()
+            if alone:
+                model.abort_grad_sync("all close their connections")
+            finalize_model_grads([model])
+        dist.barrier()
+    model.zero_grad_buffer()
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model(torch.ones(3, 4)).sum().backward()
+    finalize_model_grads([model])
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+@pytest.mark.parametrize("culprit", [1, 2])
+def test_a_death_that_only_ranks_of_other_groups_can_see_is_known_to_all(culprit, is_closed):
+    with Ranks(4, timeout=40) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(die_beside_another_node, culprit, is_closed)
+    told = caught.value.exceptions
+    assert set(told) == {0, 1, 2, 3} - {culprit}
+    assert {(error.job_rank, error.is_final) for error in told.values()} == {(culprit, True)}, told
 
 
 @on_four_ranks

@@ -180,6 +180,10 @@ def test_not_a_number_is_found_before_it_spreads(value, options):
         loss(model, rank, step, taken=[1]).backward()
         with pytest.raises(NonFiniteGradientError, match=r"rank 1 in 'stem.bias' \(ranks"):
             model.finish_grad_sync()
+        own = mean_of(model.module, *[(rank, step, {"taken": [k]}) for k in range(2)])
+        for name, found in main_gradients(model).items() if rank == 0 else ():  # what it had computed, and no NaN
+            want = torch.zeros_like(found) if own[name] is None else own[name] * dist.get_world_size()
+            torch.testing.assert_close(found, want, msg=lambda text, name=name: f"{name}: {text}")
     model.zero_grad_buffer()
     loss(model, rank, 3, taken=[0]).backward()
     model.finish_grad_sync()

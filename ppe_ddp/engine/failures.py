@@ -6,8 +6,8 @@ In this order:
     look      The other ranks leave their waits: their connection is closed, or they find the report (Failures.wait).
     name      An error of the transport becomes an error that names a rank: one that has reported, or else one that is
               gone, is stopped, or has not come (LostRanks.find). A rank of this node is seen by its process
-              (peer_processes.py). On other nodes every rank whose communication has failed writes its position to the
-              store; a rank that writes nothing counts as silent.
+              (peer_processes.py), and all groups are told if it is gone. On other nodes every rank whose communication
+              has failed writes its position to the store; a rank that writes nothing counts as silent.
     renew     At its next step each rank waits until all have come, and makes new connections (Renewals,
               Groups.renewing).
 """
@@ -19,7 +19,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -33,12 +32,12 @@ from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
 from ppe_ddp.contracts import AllPending
-from ppe_ddp.engine.peer_processes import Activity, Condition, Position
+from ppe_ddp.engine.peer_processes import Activity, Condition, Deaths, Position
 from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
-from ppe_ddp.waiting import in_flight, is_message, paced, progress_engine
+from ppe_ddp.waiting import in_flight, paced, progress_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
     from ppe_ddp.contracts import Waitable
@@ -111,19 +110,29 @@ class LostRank:
 class LostRanks:
     """Finds the lost ranks of one group; lives as long as the group's connections.
 
-    ``name`` identifies the connections: the same on every rank, and never used again.
+    ``name`` identifies the connections: the same on every rank, and never used again. Without ``job``, a store of all
+    ranks of the job, no rank of another group is told of a death.
     """
 
-    def __init__(self, store: BoundedStore, name: str, rank: int, world_size: int, processes: PeerProcesses) -> None:
+    def __init__(
+        self,
+        store: BoundedStore,
+        name: str,
+        rank: int,
+        world_size: int,
+        processes: PeerProcesses,
+        job: BoundedStore | None = None,
+    ) -> None:
         self._reports = Reports(store, f"ppe_ddp/present/{name}")
         self._rank, self.world_size = rank, world_size
-        self._processes = processes
+        self._processes, self._deaths = processes, Deaths(job, processes)
         self._elsewhere = set(range(world_size)) - {rank, *processes.on_this_node}
         self._has_answered = False
 
     def gone(self) -> list[LostRank]:
         """The ranks that are known to be gone, without waiting."""
         here = self._not_running()
+        self._tell_job(one for one in here if one.condition == Condition.ENDED.value)
         if self._elsewhere:
             with suppress(dist.DistError, CommunicationError):
                 told = self._told()
@@ -131,6 +140,7 @@ class LostRanks:
                     self._has_answered = True
                     self._tell(here)
                 here = here or [LostRank(**one) for record in told.values() for one in record["lost"]]
+            here = here or self._told_by_job()
         return [one for one in here if one.is_gone]
 
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
@@ -141,17 +151,21 @@ class LostRanks:
         told: dict[int, dict[str, Any]] = {}
         said: list[LostRank] | None = None
         found: list[LostRank] = []
+        here_until = monotonic() + (_HERE_SECONDS if self._processes.on_this_node else 0.0)
 
         def is_clear() -> bool:
             nonlocal said, told
             found[:] = self._not_running()
+            self._tell_job(one for one in found if one.is_gone)
             if self._elsewhere:
                 if found != said:
                     self._tell(found)
                     said = found.copy()
                 told = self._told()
                 found.extend(LostRank(**one) for record in told.values() for one in record["lost"] if not said)
-            return bool(found or explained() or (told and len(told) == len(self._elsewhere)))
+                found.extend([] if found else self._told_by_job())
+            have_told = told and len(told) == len(self._elsewhere) and monotonic() >= here_until
+            return bool(found or explained() or have_told)
 
         seconds = _ELSEWHERE_SECONDS if self._elsewhere else _HERE_SECONDS
         with suppress(dist.DistError, CommunicationError):  # without the store, what can be seen here must do
@@ -206,8 +220,24 @@ class LostRanks:
 
     def behind(self, ranks: Sequence[int]) -> list[LostRank]:
         """A :class:`LostRank` for each of ``ranks``, which have not come, with what is known of it."""
-        found = {one.rank: one for one in self._not_running()}
+        found = self._known()
         return [found.get(rank) or self._lost(rank, _LATE, self._processes.position(rank)) for rank in ranks]
+
+    def refined(self, lost: Iterable[LostRank]) -> list[LostRank]:
+        """Those that another rank has found, with what is known here of those that may still come."""
+        known = self._known()
+        return [one if one.is_gone else known.get(one.rank, one) for one in lost]
+
+    def _known(self) -> dict[int, LostRank]:
+        return {one.rank: one for one in (*self._told_by_job(), *self._not_running())}
+
+    def _tell_job(self, gone: Iterable[LostRank]) -> None:
+        for one in gone:
+            self._deaths.tell(one.rank, one.condition, one.reason)
+
+    def _told_by_job(self) -> list[LostRank]:
+        deaths = self._deaths.look() if self._elsewhere else {}
+        return [LostRank(rank, how, is_gone=True, reason=why) for rank, (how, why) in deaths.items()]
 
     def _not_running(self) -> list[LostRank]:
         found = []
@@ -371,6 +401,7 @@ class Failures:
         """The error to raise on this rank for the reports of others."""
         lost = {one.rank: one for failure in failures for one in failure.lost}
         if lost:
+            lost = {one.rank: one for one in self._lost.refined(lost.values())}
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             own = lost.pop(self._rank, None)
             if lost:
@@ -601,27 +632,6 @@ def obstacle(everyone: Sequence[HookProgress]) -> str:
         "cannot make anew: what is sent there next would be taken for the rest of it. Make that group anew, and "
         "wrap the module again"
     )
-
-
-def awaited_once(pending: Waitable, device: torch.device) -> Waitable:
-    """Return ``pending``, or for the Work of a point-to-point message a Future that a thread completes.
-
-    Such a Work can only block. A rank that waits for the Future can look for failures meanwhile.
-    """
-    if device.type != "cpu" or not is_message(pending):
-        return pending
-    arrived: torch.futures.Future[Any] = torch.futures.Future()
-
-    def wait() -> None:
-        try:
-            pending.wait()
-        except RuntimeError as error:
-            arrived.set_exception(error.with_traceback(None))  # its frames hold the Future: a reference cycle
-        else:
-            arrived.set_result(None)
-
-    threading.Thread(target=wait, name="ppe_ddp-message", daemon=True).start()
-    return arrived
 
 
 def aborted_error(rank: int, step: int, statuses: bytes) -> PeerAbortedError:

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup, default_pg_timeout
 from ppe_ddp.backends.group import ended_at_exit
 from ppe_ddp.backends.group_internals import (
     HashStore,
+    default_group,
     device_types,
     forget_destroyed,
     is_registered,
@@ -510,7 +511,9 @@ class Groups:
             return bool(others)
 
         lost = self._lost.find(is_reported) if self.is_duplicate else []
-        if others:
+        if others and all(failure.step > self.step for failure in others):
+            lost = self._lost.gone()  # as those that have failed had completed this step
+        if others and not lost:
             return self.failures.error(others)
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
@@ -570,12 +573,12 @@ class Groups:
         self.failures.forget()
 
     def _store(self) -> BoundedStore:
-        # A bare group has no store, and needs none: it is never closed.
-        return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())
+        return BoundedStore(store_of(self.parent) if self.is_duplicate else HashStore())  # a bare group is never closed
 
     def _connect_failures(self, generation: int) -> None:
         store, name = self._store(), f"{self.name}/{generation}"
-        self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes)
+        job = BoundedStore(store_of(default_group())) if self.is_duplicate else None
+        self._lost = LostRanks(store, name, self.rank, self.world_size, self.processes, job)
         on_host = devices_on_host(self.parent)
         self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step, on_host)
 
@@ -598,8 +601,7 @@ class Groups:
         if os.getpid() != self.pid:
             return
         self._lost.leave()
-        user = self.user()
-        if user is not None and user.is_running:
+        if (user := self.user()) is not None and user.is_running:
             return
         if life is Life.OPEN:
             ours = [group for group in (self.buckets, self.control) if is_over_gloo(group)]
@@ -665,10 +667,9 @@ class _Pool:
                 self.unused.remove(one)
                 one.end_together()
         fitting = [one for one in self.unused if one.number in unused - closed and one.shared_memory == shared_memory]
-        if not fitting:
-            return None
-        first = min(fitting, key=lambda one: one.number)
-        self.unused.remove(first)
+        first = min(fitting, key=lambda one: one.number, default=None)
+        if first is not None:
+            self.unused.remove(first)
         return first
 
 

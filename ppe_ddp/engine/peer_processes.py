@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import enum
 import functools
+import json
 import os
 import secrets
 import struct
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch import distributed as dist
+
+from ppe_ddp.backends.rank_store import Reports
 from ppe_ddp.backends.shared_memory.shared_reservation import (
     TOKEN_BYTES,
     new_memory_file,
@@ -29,10 +34,13 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     open_memory_file,
     path_of,
 )
+from ppe_ddp.errors import CommunicationError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ppe_ddp.backends.rank_store import BoundedStore
 
 _LEFT = struct.Struct("<q")  # 1 + the length of the text that follows; 0 as long as the process trains
 _TEXT_BYTES = 2000
@@ -124,6 +132,11 @@ class ProcessAddress:
         """The fields as a list, for JSON."""
         return [self.node, self.pid, self.started, self.descriptor, self.token, self.record]
 
+    @property
+    def process(self) -> tuple[str | int, ...]:
+        """The process, whichever group's record this is the address of; no later process is the same."""
+        return self.node, self.pid, self.started
+
 
 class PeerProcesses:
     """The processes of those ranks of one group that are on this node.
@@ -139,11 +152,11 @@ class PeerProcesses:
         self.completed = 0, Activity.DONE, 0  # the last step, activity and bucket that were complete on this rank
         self._pages: dict[int, tuple[ProcessAddress, mmap.mmap]] = {}
         self._gone: list[int] = []  # ranks that ended before this process could map their pages
+        self._addresses = {rank: ProcessAddress(*one) for rank, one in enumerate(addresses) if one is not None}  # type: ignore[arg-type]
         page = None if own is None else _page(os.getpid())
-        for other, packed in enumerate(addresses):
-            if page is None or packed is None or other == rank:
+        for other, address in self._addresses.items():
+            if page is None or other == rank:
                 continue
-            address = ProcessAddress(*packed)  # type: ignore[arg-type]
             mapped = page.peer(address)
             if mapped is not None:
                 self._pages[other] = (address, mapped)
@@ -156,6 +169,14 @@ class PeerProcesses:
     def on_this_node(self) -> Sequence[int]:
         """The other ranks of this node whose pages are mapped."""
         return list(self._pages)
+
+    def process_of(self, rank: int) -> Sequence[str | int]:
+        """The process of a rank, on any node; empty if it is not known."""
+        return self._addresses[rank].process if rank in self._addresses else ()
+
+    def ranks_of(self, process: Sequence[str | int]) -> Sequence[int]:
+        """The rank whose process this is, on any node; empty if it is none of these ranks."""
+        return [rank for rank, address in self._addresses.items() if address.process == tuple(process)]
 
     def note_wait(self) -> None:
         """Note that this rank waits for other ranks, until its next note."""
@@ -213,6 +234,40 @@ class PeerProcesses:
         found = {rank: self.condition(rank) for rank in self._pages}
         found.update((rank, (Condition.ENDED, "")) for rank in self._gone)
         return {rank: one for rank, one in found.items() if one[0] is not Condition.RUNNING}
+
+
+class Deaths:
+    """The deaths that ranks of the job have seen on their nodes, as far as they concern the ranks of one group.
+
+    A group that has ranks of other nodes may have no rank on the node of one that has died. So whoever sees a death
+    tells the ranks of all groups.
+
+    Args:
+        store: A store of all ranks of the job; None if nobody is to be told.
+        processes: The processes of the group's ranks.
+    """
+
+    def __init__(self, store: BoundedStore | None, processes: PeerProcesses) -> None:
+        self._reports = None if store is None else Reports(store, "ppe_ddp/deaths")
+        self._processes = processes
+        self._told: set[int] = set()
+
+    def tell(self, rank: int, condition: str, reason: str) -> None:
+        """Tell all ranks of the job that ``rank`` is gone; does nothing at the next call for this rank."""
+        process = self._processes.process_of(rank)
+        if self._reports is not None and process and rank not in self._told:
+            self._told.add(rank)
+            with suppress(dist.DistError, CommunicationError):  # without the store the others wait for the timeout
+                self._reports.append(json.dumps([process, condition, reason]))
+
+    def look(self) -> Mapping[int, tuple[str, str]]:
+        """The condition and the reason of each rank that is gone; empty if the store does not answer."""
+        told: Iterable[bytes] = ()
+        if self._reports is not None:
+            with suppress(dist.DistError, CommunicationError):
+                told = self._reports.look()
+        deaths = map(json.loads, told)
+        return {rank: (how, why) for process, how, why in deaths for rank in self._processes.ranks_of(process)}
 
 
 class _Page:

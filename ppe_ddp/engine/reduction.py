@@ -15,10 +15,11 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.group_internals import default_group, node_backend
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
-from ppe_ddp.engine.failures import HookProgress, awaited_once
+from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import is_plain_average, name_of
+from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -212,7 +213,7 @@ class FunctionReduction(Reduction):
             return pending
         if is_waitable(pending):
             self.turns = frozenset()
-            return awaited_once(pending, bucket.buffer().device)
+            return awaited_once(pending, bucket.buffer().device)  # type: ignore[no-any-return]
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"

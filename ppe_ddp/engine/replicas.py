@@ -35,7 +35,7 @@ from torch import nn
 
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import run
-from ppe_ddp.engine.failures import START, awaited_once
+from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
@@ -53,6 +53,7 @@ from ppe_ddp.torch_internals import (
     tensor_users,
     version_of,
 )
+from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]

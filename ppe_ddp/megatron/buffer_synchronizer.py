@@ -361,12 +361,15 @@ class BufferSynchronizer(Synchronizer):
                 yield from second.finish()
         statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
         yield from self._collect_errors(statuses, aborted_here=backward.aborted)
-        for group in groups:
-            (group.reduction.abandon if any(map(any, statuses)) else group.reduction.commit)()
-        schedule.hand_over(lambda _indices, _averages: None)  # averages() has written them into main_grad
-        for group, second in repairs:
-            second.hand_over(partial(self._add_averages, group))
-        self._holds_averages = True
+        if any(map(any, statuses)):
+            self.put_back(backward)  # all ranks drop the step
+        else:
+            for group in groups:
+                group.reduction.commit()
+            schedule.hand_over(lambda _indices, _averages: None)  # averages() has written them into main_grad
+            for group, second in repairs:
+                second.hand_over(partial(self._add_averages, group))
+            self._holds_averages = True
         backward.recorder.done_at = perf_counter_ns()
         for group in groups:
             group.groups.note(Activity.DONE)
