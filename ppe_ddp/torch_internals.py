@@ -67,7 +67,7 @@ def node_is_executed() -> Callable[[Node], bool]:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` after the graph task on this thread, on the thread that has started it.
+    """Call ``callback`` after the graph task on this thread, on the thread that ends it: for a GPU one of autograd's.
 
     torch's own wrappers do so, too. If the backward raises, the callback is dropped.
     """

@@ -1,6 +1,7 @@
 """Several wrappers in one backward, in an order that differs from rank to rank: no deadlock."""
 
 import random
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +12,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import test_megatron_graphs as graphs
 from law_models import Recipe, losses
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mean_of, seeded
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_gradients,
+    mean_of,
+    seeded,
+    square,
+)
 from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError
 from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
@@ -198,3 +208,28 @@ def test_an_error_at_the_timeout_tells_of_the_late_rank_as_with_one_wrapper():
     with Ranks(2, timeout=60, group_timeout=2) as ranks:
         told, _ = ranks.run(waits_in_vain_in_three_wrappers)
     assert told == ((1,), 1, 1, "done")
+
+
+@on_two_ranks
+def test_what_was_started_advances_at_the_end_of_a_backward_on_another_thread():
+    """For a GPU a backward ends on a thread of autograd."""
+    modules = [seeded(nn.Linear, 4, 2) for _ in range(2)]
+    first, second = wrapped(modules)
+    rank = dist.get_rank()
+    expected = [
+        mean_gradients(modules[0], lambda m, r: square(m, 1) if r else None),
+        mean_gradients(modules[1], square),
+    ]
+    for _ in range(3):
+        first.zero_grad(), second.zero_grad()
+        if rank:
+            square(first, rank)
+            square(second, rank)
+        else:
+            first.start_grad_sync()
+            backward = threading.Thread(target=square, args=(second, rank))
+            backward.start()
+            backward.join()
+            first.finish_grad_sync()
+        for module, want in zip(modules, expected, strict=True):
+            assert_gradients(module, want)

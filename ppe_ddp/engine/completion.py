@@ -377,6 +377,8 @@ class Completion:
         note_failure: Called if this completion, or another one of the same backward or step, has failed.
     """
 
+    _open: ClassVar[weakref.WeakValueDictionary[int, Completion]] = weakref.WeakValueDictionary()
+    # Autograd calls back on the thread that has ended the backward: for a GPU one of its own.
     _threads: ClassVar[_Thread]
 
     def __init__(
@@ -400,8 +402,8 @@ class Completion:
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
-        """Let every :func:`finish` of this thread advance it, until it is over."""
-        self._threads.open.add(self)
+        """Let every :func:`finish` of this process advance it, until it is over."""
+        self._open[id(self)] = self
 
     def finish(self) -> None:
         """Run it to its end, and conclude it."""
@@ -479,10 +481,9 @@ class Completion:
 
 
 class _Thread(threading.local):
-    """The open completions of one thread. Autograd calls back in the thread that has called ``backward()``."""
+    """The callback of the backward that ends on one thread."""
 
     def __init__(self) -> None:
-        self.open: weakref.WeakSet[Completion] = weakref.WeakSet()
         self.last: weakref.ref[_AfterCallbacks] | None = None
 
 
@@ -506,9 +507,14 @@ class _AfterCallbacks(list[Completion]):
             raise
 
 
+def _everyone_open() -> list[Completion]:
+    # valuerefs() copies in one step: another thread may open one meanwhile.
+    return [one for reference in Completion._open.valuerefs() if (one := reference()) is not None]
+
+
 def note_failure_of_open() -> None:
-    """Note in all open completions of this thread that another wrapper has failed in their step."""
-    for completion in list(Completion._threads.open):
+    """Note in all open completions that another wrapper has failed in their step."""
+    for completion in _everyone_open():
         if not completion.is_done:  # one that is over may be of an earlier step, and is kept by its error's traceback
             completion.note_failure()
 
@@ -518,7 +524,7 @@ def finish(completions: Sequence[Completion]) -> None:
 
     Open completions that share parameters with them end, too.
     """
-    others = [one for one in Completion._threads.open if not (one.is_done or one._is_running or one in completions)]
+    others = [one for one in _everyone_open() if not (one.is_done or one._is_running or one in completions)]
     joined = arrange(_turns_of(completions), _turns_of(others))
     completions = [*completions, *(other for other in others if other.turn in joined)]
     others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
@@ -527,7 +533,7 @@ def finish(completions: Sequence[Completion]) -> None:
     elif completions and not completions[0].is_done:
         completions[0].advance(to_end=True)
     for completion in completions:
-        Completion._threads.open.discard(completion)
+        Completion._open.pop(id(completion), None)
 
 
 def _turns_of(completions: Iterable[Completion]) -> list[Turn]:
@@ -536,7 +542,7 @@ def _turns_of(completions: Iterable[Completion]) -> list[Turn]:
 
 def finish_and_conclude(completions: Sequence[Completion]) -> None:
     """Drive these to their ends, and conclude each, even after an error; one error is raised."""
-    if len(completions) == 1 and not Completion._threads.open and completions[0].turn is None:
+    if len(completions) == 1 and not Completion._open and completions[0].turn is None:
         completions[0].advance(to_end=True)  # the usual case
         completions[0].conclude()
         return
@@ -558,7 +564,8 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
     late: CommunicationError | PeerAbortedError | None = None
     try:
         while not all(completion.is_done for completion in completions):
-            waiting = [completion for completion in waiting if not completion.is_done]
+            # Another thread may have begun to drive one of the others to its end.
+            waiting = [one for one in waiting if not (one.is_done or (one._is_running and one in others))]
             left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:

@@ -139,9 +139,9 @@ class LostRanks:
                 if told and not self._has_answered:  # a rank that calls find() waits for an answer of each rank
                     self._has_answered = True
                     self._tell(here)
-                here = here or [LostRank(**one) for record in told.values() for one in record["lost"]]
-            here = here or self._told_by_job()
-        return [one for one in here if one.is_gone]
+                here += [LostRank(**one) for record in told.values() for one in record["lost"]]
+        gone = [one for one in here if one.is_gone]
+        return gone or self._told_by_job()
 
     def find(self, explained: Callable[[], bool] = lambda: False) -> list[LostRank]:
         """The ranks that this rank waited for when its communication failed.
@@ -152,24 +152,33 @@ class LostRanks:
         said: list[LostRank] | None = None
         found: list[LostRank] = []
         here_until = monotonic() + (_HERE_SECONDS if self._processes.on_this_node else 0.0)
+        ask_job = paced(lambda: found.extend(self._told_by_job()), LOOK_SECONDS)
+        is_store_silent = False
+
+        def look_elsewhere() -> None:
+            nonlocal said, told
+            if found != said:
+                self._tell(found)
+                said = found.copy()
+            told = self._told()
+            found.extend(LostRank(**one) for record in told.values() for one in record["lost"] if not said)
+            if not found:
+                ask_job()
 
         def is_clear() -> bool:
-            nonlocal said, told
+            nonlocal is_store_silent
             found[:] = self._not_running()
             self._tell_job(one for one in found if one.is_gone)
-            if self._elsewhere:
-                if found != said:
-                    self._tell(found)
-                    said = found.copy()
-                told = self._told()
-                found.extend(LostRank(**one) for record in told.values() for one in record["lost"] if not said)
-                found.extend([] if found else self._told_by_job())
-            have_told = told and len(told) == len(self._elsewhere) and monotonic() >= here_until
-            return bool(found or explained() or have_told)
+            try:
+                if self._elsewhere and not is_store_silent:
+                    look_elsewhere()
+            except (dist.DistError, CommunicationError):  # without the store, what can be seen here must do
+                is_store_silent = True
+            have_told = is_store_silent or (told and len(told) == len(self._elsewhere))
+            return bool(found or explained() or (have_told and monotonic() >= here_until))
 
         seconds = _ELSEWHERE_SECONDS if self._elsewhere else _HERE_SECONDS
-        with suppress(dist.DistError, CommunicationError):  # without the store, what can be seen here must do
-            progress_engine(os.getpid()).wait_until(is_clear, seconds=seconds, nap=_NAP_SECONDS)
+        progress_engine(os.getpid()).wait_until(is_clear, seconds=seconds, nap=_NAP_SECONDS)
         if explained():  # even if a rank was found: it may have reported an error before its process ended
             return []
         return found or self._not_running() or self._silent(told) or self._behind(told)
@@ -237,7 +246,8 @@ class LostRanks:
 
     def _told_by_job(self) -> list[LostRank]:
         deaths = self._deaths.look() if self._elsewhere else {}
-        return [LostRank(rank, how, is_gone=True, reason=why) for rank, (how, why) in deaths.items()]
+        found = {rank: told for rank, told in deaths.items() if rank in self._elsewhere}
+        return [LostRank(rank, how, is_gone=True, reason=why) for rank, (how, why) in found.items()]
 
     def _not_running(self) -> list[LostRank]:
         found = []
@@ -506,6 +516,8 @@ class Failures:
                 ahead_since = ahead_since or monotonic()
                 is_ahead = error.step is not None and error.step > self._step()
                 if not is_ahead or monotonic() - ahead_since > _GONE_SECONDS:
+                    if is_ahead and (gone := self._lost.gone()):
+                        raise self.lost_error(gone, "") from None
                     raise
             tell()
             if gone := self._lost.gone():

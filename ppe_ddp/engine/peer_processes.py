@@ -256,9 +256,9 @@ class Deaths:
         """Tell all ranks of the job that ``rank`` is gone; does nothing at the next call for this rank."""
         process = self._processes.process_of(rank)
         if self._reports is not None and process and rank not in self._told:
-            self._told.add(rank)
             with suppress(dist.DistError, CommunicationError):  # without the store the others wait for the timeout
                 self._reports.append(json.dumps([process, condition, reason]))
+                self._told.add(rank)
 
     def look(self) -> Mapping[int, tuple[str, str]]:
         """The condition and the reason of each rank that is gone; empty if the store does not answer."""
@@ -365,8 +365,10 @@ def _state(page: mmap.mmap, record: int) -> _RecordState:
 def _condition(address: ProcessAddress) -> Condition:
     try:
         state, started = _state_and_start(str(address.pid))
-    except (OSError, ValueError, IndexError):
+    except (FileNotFoundError, ProcessLookupError):
         return Condition.ENDED
+    except (OSError, ValueError, IndexError):  # as where this process has too many open files
+        return Condition.RUNNING
     if state in "ZXx" or started != address.started:
         return Condition.ENDED
     return Condition.STOPPED if state in "Tt" else Condition.RUNNING

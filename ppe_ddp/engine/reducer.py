@@ -62,7 +62,7 @@ C = TypeVar("C", bound=Synchronizer)
 
 logger = logging.getLogger("ppe_ddp")
 
-# How long a thread of autograd may hold a graph task that has raised: until Python lets it run.
+# How long at most a thread of autograd, which Python lets run soon, is waited for.
 _RELEASE_SECONDS = 1.0
 _RELEASE_NAP = 1e-4
 
@@ -171,14 +171,16 @@ class Reducer(Generic[C]):
     def recover(self) -> bool:
         """Finish an aborted backward; returns whether no backward is running, so that parameters may be replaced."""
         backward = self._backward
-        if backward is not None and backward.thread != threading.get_ident() and not is_in_backward():
+        if backward is not None and not (backward.is_manual or is_in_backward()):
             self._await_release(backward)
         is_over = self._running() is None
         self._arrivals.stop_recording()
         return is_over
 
     def _await_release(self, backward: Backward) -> None:
-        """Abort ``backward`` if it has raised here, and a thread of autograd for a GPU still holds its graph task."""
+        """Abort ``backward`` if it has raised, once a thread of autograd for a GPU lets go of its graph task."""
+        if self._arrivals.streams is None and backward.thread != threading.get_ident():
+            return  # on CPUs it is under way on another thread
 
         def is_gone() -> bool:
             return backward.alive() is None
@@ -614,13 +616,13 @@ class Reducer(Generic[C]):
             if self.synchronizer.abort(backward):
                 self._backward = None
                 return
-        # The communication goes on in the user's group, where the user may next issue a collective that other ranks do
-        # not. So finish this step first.
-        if not any((b := one._backward) and not b.is_manual and b.alive() for one in self._everyone()):
-            try:
-                self._recover()
-            except Exception as error:  # the user already gets the error of the backward
-                logger.warning("rank %d: the step that has raised here: %s", self.groups.rank, error)
+            # The communication goes on in the user's group, where the user may next issue a collective that other ranks
+            # do not. So finish this step first.
+            if not any((b := one._backward) and not b.is_manual and b.alive() for one in self._everyone()):
+                try:
+                    self._recover()
+                except Exception as error:  # the user already gets the error of the backward
+                    logger.warning("rank %d: the step that has raised here: %s", self.groups.rank, error)
 
     def _recover(self) -> None:
         """Finish, for the other ranks, all backwards of this process whose graph tasks are gone, of all wrappers."""

@@ -443,15 +443,13 @@ class BufferBucket(DenseBucket):
             self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
-        factor = self._gain * self.factor
         if self._reduction.sends_nothing:
-            scale(self._range, self._range, factor)
             return self._range, self.slots
         if self._message is None:
             flat = allocator(self._groups.buckets)(self.plan.numel, self.plan.dtype, self.plan.device)
             self._message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
         flat, slots = self._message
-        scale(flat, self._range, factor)
+        scale(flat, self._range, self._gain * self.factor)
         return flat, slots
 
     def finish(self) -> Steps:
@@ -459,6 +457,8 @@ class BufferBucket(DenseBucket):
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, or with reduce-scatter into this rank's share; one view a member."""
+        if self._reduction.sends_nothing:
+            scale(self._range, self._range, self._gain * self.factor)
         reduced = self._reduced_share if self._scatter is not None else self._flat
         if reduced is not None and reduced is not self._range:
             self._averaged_part.copy_(reduced)

@@ -15,6 +15,7 @@ from ppe_ddp.backends import group as group_of_ranks
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
 from ppe_ddp.engine import groups, peer_processes, plan
+from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -56,6 +57,10 @@ class _Own:
 
     def add(self, one):
         self._of[Scheduler.current.pid()].append(weakref.ref(one))
+
+    def pop(self, identity, _default):
+        own = self._of[Scheduler.current.pid()]
+        own[:] = [one for one in own if id(one()) != identity]
 
     def valuerefs(self):
         scheduler = Scheduler.current
@@ -142,6 +147,7 @@ def simulated():
         mock.patch.object(group_of_ranks, "Waits", SimulatedWaits),
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys, _=None: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _Own()),
+        mock.patch.object(Completion, "_open", _Own()),
         mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group
