@@ -582,3 +582,18 @@ def hold_step_after_averages(shape, names, steps_before=0):
     dist.barrier()
     step()
     step()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@on_two_ranks
+def test_after_a_failure_the_gradients_of_an_expert_that_only_this_rank_has_are_not_divided(overlap):
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, check_for_nan_in_grad=True)
+    model, rank = DistributedDataParallel(None, config, Expert(), groups=groups), dist.get_rank()
+    for is_bad in (False, True, False):
+        model.zero_grad_buffer()
+        (model(torch.ones(1, 4), has_tokens=True).sum() * (float("nan") if is_bad and rank else 1.0)).backward()
+        with pytest.raises(NonFiniteGradientError) if is_bad else contextlib.nullcontext():
+            finalize_model_grads([model])
+        if not (is_bad and rank):
+            assert model.module.expert.bias.main_grad.tolist() == [1.0 if is_bad else 0.5] * 4

@@ -216,12 +216,11 @@ def test_what_was_started_advances_at_the_end_of_a_backward_on_another_thread():
     modules = [seeded(nn.Linear, 4, 2) for _ in range(2)]
     first, second = wrapped(modules)
     rank = dist.get_rank()
-    expected = [
-        mean_gradients(modules[0], lambda m, r: square(m, 1) if r else None),
-        mean_gradients(modules[1], square),
-    ]
+    steps = [lambda module, of: square(module, of) if of else None, square]
+    expected = [mean_gradients(module, step) for module, step in zip(modules, steps, strict=True)]
     for _ in range(3):
-        first.zero_grad(), second.zero_grad()
+        first.zero_grad()
+        second.zero_grad()
         if rank:
             square(first, rank)
             square(second, rank)

@@ -216,9 +216,9 @@ def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
 
 
 def on_these_nodes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``saved``, a ``comm_state_dict()`` of this rank, for the nodes of ``here``; without state if it was of others.
+    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the nodes of ``here``, another one.
 
-    On other nodes other ranks have the state of a parameter, and what these saved may differ from node to node.
+    If the nodes differ, it has no state of a compressor: other ranks would have that state now.
     """
     if "nodes" not in saved or "nodes" not in here or saved["nodes"] == here["nodes"]:
         return saved

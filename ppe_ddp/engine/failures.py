@@ -352,7 +352,7 @@ class Failures:
         lost: Finds lost ranks.
         job_rank_of: Converts a rank of the group to the rank in the job.
         step: Returns the current step of this rank.
-        on_host: The device types whose collectives the host waits for: "cpu", and "cuda" where gloo serves it.
+        on_host: The device types whose collectives the host waits for: "cpu", and "cuda" where gloo or MPI serves it.
     """
 
     def __init__(

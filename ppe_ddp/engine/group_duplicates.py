@@ -176,7 +176,10 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
 
 def devices_on_host(group: ProcessGroup) -> list[str]:
     """The device types for whose collectives the host waits: "cpu", and all that a backend without streams serves."""
-    return ["cpu", *(kind for kind, backend in backends_of(group).items() if backend in ("gloo", "mpi"))]
+    return [
+        "cpu",
+        *(kind for kind, backend in backends_of(group).items() if backend in ("gloo", "mpi") and kind != "cpu"),
+    ]
 
 
 def is_over_gloo(group: ProcessGroup) -> bool:
