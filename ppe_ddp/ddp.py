@@ -401,6 +401,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
         return reducer.synchronizer.shard()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including this rank's shards of averages."""
         self.module.zero_grad(set_to_none)

@@ -293,7 +293,7 @@ def fewest_calls(shared_memory):
     layers = [nn.Linear(64, 64) for _ in range(4)]
     model = ppe_ddp.DistributedDataParallel(nn.Sequential(*layers), shared_memory=shared_memory)
     fewest = [sys.maxsize] * 3
-    for _ in range(40):
+    for _ in range(150):
         model.zero_grad()
         calls = calls_of_ours(model(torch.ones(4, 64)).square().mean().backward)
         counts = len(calls), len({file for file, _ in calls}), calls.total()

@@ -318,12 +318,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         self._reducer.abort(reason)
 
+    @uncompiled
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients in the buffers by ``scaling_factor``."""
         synchronizer = self._ready().synchronizer
         synchronizer.wait_for_results()
         synchronizer.scale(scaling_factor)
 
+    @uncompiled
     def zero_grad_buffer(self, zero_buffer: bool = True) -> None:
         """Start an iteration: drop the gradients in ``.grad``, and set ``main_grad`` to zero.
 
@@ -342,6 +344,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         if zero_buffer:
             synchronizer.clear()
 
+    @uncompiled
     def broadcast_params(self) -> None:
         """Overwrite the parameters of all ranks by those of the first rank. All ranks must call this together.
 
@@ -383,6 +386,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         self._gather_of_parameters().watch(self.module)
 
+    @uncompiled
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Remove these hooks, and gather all parameters now, unless ``param_sync`` is False."""
         gather = self._gather_of_parameters()

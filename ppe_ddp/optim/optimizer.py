@@ -309,10 +309,12 @@ class DistributedOptimizer(Optimizer):
         units = self._masters.write(self._model, everything if self._gather.is_behind else updated)
         self._gather.start(units, overlap=self._overlaps)
 
+    @uncompiled
     def synchronize(self) -> None:
         """Wait until all parameters have arrived; see ``overlap`` for code that must call it."""
         self._gather.finish()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, or set them to zero: the shards, and gradients accumulated in ``no_sync()``."""
         self._model.zero_grad([master.index for master in self._masters], set_to_none=set_to_none)
