@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
@@ -47,7 +47,7 @@ class CompressorReduction(Reduction):
         self._state = state
         # Cached by names, shapes and strides, as most steps have the same layouts.
         self._segments = lru_cache(_LAYOUTS)(partial(_segments, state))
-        self._queue = ExchangeQueue(lambda pending, device: groups.failures.wait(pending, device))
+        self._queue = ExchangeQueue(groups)
         self._started: list[GradBucket] = []
         self._sparse: list[Tensor] = []  # sparse averages, which are not compressed
         self.may_launch = self._queue.is_ready
@@ -189,8 +189,8 @@ class ExchangeQueue:
     earlier would delay messages that the other ranks wait for.
     """
 
-    def __init__(self, wait: Callable[[Waitable, torch.device], object]) -> None:
-        self._wait = wait
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
         self._turn = 0
         self._running: deque[PendingExchange] = deque()
         self._error: BaseException | None = None  # of a failed turn; the next turn raises it again
@@ -228,7 +228,7 @@ class ExchangeQueue:
         while self._running and (may_wait or self.is_ready()):
             self._advance()
         if not self._running and (may_wait or is_completed(entry.delivery)):
-            self._wait(entry.delivery, entry.device)
+            self.groups.failures.wait(entry.delivery, entry.device)
             entry.delivery = None
 
     def _due(self) -> list[PendingExchange]:
@@ -242,7 +242,7 @@ class ExchangeQueue:
         try:
             for entry in due:
                 if entry.pending is not None:
-                    self._wait(entry.pending, entry.device)
+                    self.groups.failures.wait(entry.pending, entry.device)
                 entry.resume(self._turn)
                 if entry.is_done:
                     self._running.remove(entry)
@@ -275,8 +275,8 @@ class PendingExchange:
         return sum(link.nbytes for link in self._links)
 
     def is_ready(self) -> bool:
-        """Whether its next round can start without a wait of the host; on GPUs a stream waits."""
-        return self.pending is None or self.device.type != "cpu" or is_completed(self.pending)
+        """Whether its next round can start without a wait of the host."""
+        return self.pending is None or not self._queue.groups.failures.blocks(self.pending, self.device)
 
     def resume(self, turn: int) -> None:
         """Start the next round, or end; called when ``pending`` has been waited for."""

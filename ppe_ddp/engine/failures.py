@@ -31,7 +31,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
 from ppe_ddp.backends.work import Work
-from ppe_ddp.contracts import AllPending
+from ppe_ddp.contracts import AllPending, is_completed
 from ppe_ddp.engine.peer_processes import Activity, Condition, Deaths, Position
 from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
 from ppe_ddp.waiting import in_flight, paced, progress_engine
@@ -492,6 +492,14 @@ class Failures:
         if one is not None and not one.done():
             self._await(one)
         return pending.wait()
+
+    def blocks(self, pending: Waitable, device: torch.device) -> bool:
+        """Whether the host would wait in :meth:`wait`, and not a stream of ``device``, or nobody."""
+        if isinstance(pending, AllPending):
+            return any([self.blocks(part, device) for part in pending.parts])
+        call = getattr(pending, "work", pending)
+        is_on_stream = isinstance(call, dist.Work) and not isinstance(call, Work) and device.type not in self._on_host
+        return not (is_on_stream or is_completed(pending))
 
     def _await(self, one: Work | InFlight) -> None:
         """Wait until ``one`` has ended, and look for failures meanwhile: its transport may not notice them."""
