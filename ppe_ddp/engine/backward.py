@@ -11,6 +11,7 @@ from threading import get_ident
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
+from ppe_ddp.engine.failures import relayed
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.engine.groups import renewing_all
 from ppe_ddp.engine.record import EventLog, Recorder
@@ -109,6 +110,7 @@ class Backward:
         self.alive = alive  # returns None once the graph task is gone
         self.thread = get_ident()  # the thread that has begun it; one of autograd's for a GPU
         self.met: Exception | None = None  # an error to raise at the end of this backward
+        self.cause: Exception | None = None  # another rank's failure, of which another wrapper was told in its graph
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
         # Set by the synchronizer, through the methods below:
         self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group
@@ -367,7 +369,7 @@ class Synchronizer(ABC):
         if self.hook_progress is not None or not all(groups.is_duplicate for groups in others):
             self.give_back(backward)
             return False
-        error = AbortedError(reason)
+        error = AbortedError(reason) if backward.cause is None else relayed(backward.cause)
         if backward.phase is Phase.BEGUN:
             for groups in self.groups:
                 groups.skip_step(error)

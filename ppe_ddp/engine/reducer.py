@@ -562,6 +562,10 @@ class Reducer(Generic[C]):
         instead = self.synchronizer.fail(backward, error)
         note_failure_of_open()
         told = instead or error
+        if isinstance(told, PeerAbortedError | CommunicationError):
+            for other in self._everyone():
+                if (theirs := other._backward) is not None and theirs is not backward:
+                    theirs.cause = told  # which ends their graph, too, if it is the same
         if waits and self._can_wait(told):
             backward.met = told
         elif instead is None:

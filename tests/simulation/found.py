@@ -110,6 +110,10 @@ def found(orders=5):
     # A rank that had run out of inputs waited for a transport to tell that another one had failed.
     failed = [_program(seed, ("here",) * 2, (Fault(0, 0, Where.LOSS, 0),)) for seed in (10, 12, 21)]
     programs += [dataclasses.replace(one, steps=(_STEP,), counts=(1, 0)) for one in failed]
+    # A rank that was told of a failure in one wrapper, while its backward ran, was blamed in the other one.
+    far, packing = ("one", "two", "three"), (Fault(0, 0, Where.PACKING, 0),)
+    two = {"count": 2, "wrapping": Wrapping.CHECKED, "forward_sync_buffers": False}
+    programs += [_program(seed, far, packing, **two) for seed in (7, 52, 54, 55)]
     # Autograd's function gave None as a gradient on all ranks, and it became zeros.
     for seed in (0, 3, 5):
         withheld = Recipe(seed, (LayerRecipe(Kind.WITHHELD), LayerRecipe(Kind.LINEAR)))

@@ -318,9 +318,8 @@ class Oracle:
         elif program.wrapping is Wrapping.CHECKED and self._is_bad() and isinstance(error, NonFiniteGradientError):
             pass
         elif rank not in raising and not _named(error) & raising:
-            # Known: who is told of it in one wrapper, within a checkpoint, gives up other ones as if it had failed.
-            may_be_second = len(program.recipes) > 1 and any(one.is_reentrant for one in program.recipes)
-            if may_be_second and any(self._names(one, raising) for one in _named(error)):
+            # Who is told of it in one wrapper while its backward runs gives up the other ones, and says who has failed.
+            if len(program.recipes) > 1 and getattr(error, "job_rank", None) in raising:
                 return
             raise Unsound(f"{here}: {raising} have failed, and this is {type(error).__name__}: {error}")
 
