@@ -404,6 +404,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, including this rank's shards of averages."""
+        if self._reducer is not None:
+            self._reducer.await_release()
         self.module.zero_grad(set_to_none)
         if self._reducer is not None:
             self._reducer.synchronizer.clear_shards(set_to_none=set_to_none)

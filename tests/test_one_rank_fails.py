@@ -263,3 +263,41 @@ def test_autograd_lets_go_of_the_graph_late(after):
         if after == "a backward":
             assert_gradients(module, expected)
         assert_same_on_all_ranks(module)
+
+
+@on_two_ranks
+def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_away():
+    """The gradients of launched buckets are put back when the graph is gone."""
+    module = seeded(mlp, 4, 300, 300, 2)  # its layers are so large that arrivals launch buckets
+    expected = mean_gradients(module, square)
+    model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
+    rank, held = dist.get_rank(), []
+
+    def late(callback):
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    def fail():
+        hooks = [
+            module[4].bias.register_hook(lambda _: time.sleep(0.1)),  # the ranks agree on the mask meanwhile
+            module[0].weight.register_hook(lambda _: 1 / 0),
+        ]
+        with mock.patch.object(reducer, "at_end_of_backward", late), pytest.raises(ZeroDivisionError):
+            square(model, rank)
+        for hook in hooks:
+            hook.remove()
+
+    square(model, rank)
+    for _ in range(2):
+        model.zero_grad()
+        if rank:
+            fail()
+            assert module[2].weight.grad is None  # it is launched
+            threading.Timer(0.05, held.clear).start()
+        else:
+            with pytest.raises(PeerAbortedError):
+                square(model, rank)
+        model.zero_grad()
+        square(model, rank)
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -230,5 +231,40 @@ def test_what_was_started_advances_at_the_end_of_a_backward_on_another_thread():
             backward.start()
             backward.join()
             first.finish_grad_sync()
+        for module, want in zip(modules, expected, strict=True):
+            assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_a_backward_on_another_thread_does_not_wait_for_what_is_being_finished():
+    """What the other rank has still to do for the first wrapper comes after the backward of the second."""
+    modules = [seeded(nn.Linear, 4, 2) for _ in range(2)]
+    first, second = wrapped(modules)
+    rank = dist.get_rank()
+    expected = [
+        mean_gradients(modules[0], lambda m, r: square(m, 1) if r else None),
+        mean_gradients(modules[1], square),
+    ]
+
+    @torch.enable_grad()
+    def inside(_):
+        time.sleep(0.1)
+        square(second, rank)
+
+    for _ in range(3):
+        first.zero_grad(), second.zero_grad()
+        dist.barrier()
+        if rank:
+            time.sleep(0.3)
+            handle = modules[0].weight.register_hook(inside)
+            square(first, rank)
+            handle.remove()
+        else:
+            first.start_grad_sync()
+            backward = threading.Thread(target=square, args=(second, rank))
+            backward.start()
+            time.sleep(0.1)
+            first.finish_grad_sync()
+            backward.join()
         for module, want in zip(modules, expected, strict=True):
             assert_gradients(module, want)

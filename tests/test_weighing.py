@@ -210,6 +210,26 @@ def test_a_rank_whose_losses_weigh_nothing_alone_uses_a_layer():
         assert_gradients(module, want)
 
 
+@each_variant
+@on_two_ranks
+def test_a_rank_whose_losses_weigh_nothing_keeps_its_gradients_if_another_one_fails(options):
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module, **options)
+
+    def fail(_):
+        time.sleep(0.1)  # the other rank has come to the end of its backward
+        raise ZeroDivisionError
+
+    if not rank:
+        module[0].weight.register_hook(fail)
+    for _ in range(3):
+        wrapper.zero_grad()
+        with pytest.raises(PeerAbortedError if rank else ZeroDivisionError):
+            weigh(loss_of(wrapper, rank), 1 - rank).backward()
+        if rank:
+            assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
+
+
 @on_two_ranks
 def test_a_compiled_step_of_one_wrapper_does_not_count_in_another():
     rank, counts = dist.get_rank(), [3, 5]

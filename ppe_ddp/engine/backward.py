@@ -118,6 +118,7 @@ class Backward:
         self.weight: float | None = None  # factor of this rank's gradients before averaging; None: no rank weighs
         # Gradients that arrived after their bucket was launched, or that no rank expected, by parameter index.
         self.late: dict[int, Tensor] = {}
+        self.aside: dict[int, Tensor] = {}  # gradients of losses that weigh nothing, which are not sent
         self.lacking: set[int] = set()  # parameters whose gradient this rank announced and does not have
         self.is_writer: Sequence[bool] = ()  # by submodule with buffers: whether this rank has written any of them
         self.buffers: dict[str, Tensor] = {}  # by name, those that the ranks agree on; empty if none are broadcast
@@ -179,6 +180,15 @@ class Backward:
         """Keep gradients that arrived after their bucket was launched, for the second round."""
         self.late.update(gradients)
 
+    def set_aside(self, gradients: Iterable[tuple[int, Tensor | None]]) -> None:
+        """Keep gradients that are not sent, as they weigh nothing, until the step has succeeded or failed."""
+        self.aside.update((i, gradient) for i, gradient in gradients if gradient is not None)
+
+    def take_aside(self) -> dict[int, Tensor]:
+        """Hand the gradients that were set aside over, to be put back."""
+        aside, self.aside = self.aside, {}
+        return aside
+
     def lack(self, indices: Iterable[int]) -> None:
         """Note the announced gradients that did not come, because an autograd function returned None for them."""
         self.lacking.update(i for i in indices if self.recorder.local[i])
@@ -199,7 +209,7 @@ class Backward:
     def end(self, averaged: bytes = b"") -> None:
         """Note that the synchronization is complete."""
         self.enter(Phase.OVER)
-        self.schedule, self.rounds, self.averaged = None, [], averaged
+        self.schedule, self.rounds, self.aside, self.averaged = None, [], {}, averaged
         self.recorder.returned_at = self.recorder.done_at = perf_counter_ns()
         if EventLog.current is not None:
             EventLog.current.backwards.append(self.recorder)

@@ -396,7 +396,7 @@ class Completion:
         self.note_failure = note_failure
         self.turn = turn
         self._probe: Probe | None = _always
-        self._is_running = False
+        self._running_on: int | None = None  # the thread that runs a step
         self.groups = groups
         self.is_done = False  # it has ended or failed
         self._error: BaseException | None = None
@@ -436,27 +436,36 @@ class Completion:
 
         ``error`` is raised inside the steps, at the place where they wait.
         """
-        self._is_running = True
-        try:
-            with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad():
+            self._running_on = threading.get_ident()
+            try:
                 if not to_end:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
                 run(self._steps)
-            self.is_done = True
-        except StopIteration:
-            self.is_done = True
-        except BaseException as raised:
-            self.is_done = True
-            if not isinstance(raised, Exception):
-                raise  # KeyboardInterrupt: nothing else is worth finishing
-            self._error = raised
-        finally:
-            self._is_running = False
-            if self.is_done:
-                self._probe = _always  # a probe holds its Work, and so the connection
-                if self.turn is not None:
-                    self.turn.end()
+                self.is_done = True
+            except StopIteration:
+                self.is_done = True
+            except BaseException as raised:
+                self.is_done = True
+                if not isinstance(raised, Exception):
+                    raise  # KeyboardInterrupt: nothing else is worth finishing
+                self._error = raised
+            finally:
+                self._running_on = None
+                if self.is_done:
+                    self._probe = _always  # a probe holds its Work, and so the connection
+                    if self.turn is not None:
+                        self.turn.end()
+
+    def advance_if_free(self) -> None:
+        """As :meth:`advance`; does nothing if another thread drives it, as that one may wait for a message."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self.is_done and self._running_on is None:
+                    self.advance()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Abandon it; the steps get a GeneratorExit."""
@@ -473,9 +482,9 @@ class Completion:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next step can run without waiting."""
+        """Whether the next step can run without waiting; False while a step runs, on this thread or another one."""
         try:
-            return self._probe is not None and bool(self._probe())
+            return self._running_on is None and self._probe is not None and bool(self._probe())
         except Exception:
             return True  # the step raises the error itself
 
@@ -524,7 +533,8 @@ def finish(completions: Sequence[Completion]) -> None:
 
     Open completions that share parameters with them end, too.
     """
-    others = [one for one in _everyone_open() if not (one.is_done or one._is_running or one in completions)]
+    here = threading.get_ident()  # a step of one may run this
+    others = [one for one in _everyone_open() if not (one.is_done or one._running_on == here or one in completions)]
     joined = arrange(_turns_of(completions), _turns_of(others))
     completions = [*completions, *(other for other in others if other.turn in joined)]
     others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
@@ -564,12 +574,11 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
     late: CommunicationError | PeerAbortedError | None = None
     try:
         while not all(completion.is_done for completion in completions):
-            # Another thread may have begun to drive one of the others to its end.
-            waiting = [one for one in waiting if not (one.is_done or (one._is_running and one in others))]
+            waiting = [completion for completion in waiting if not completion.is_done]
             left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
-                completion.advance()
+                (completion.advance_if_free if completion in others else completion.advance)()
             if left and not ready:  # from now on the timeout is 0: each further wrapper would wait it out once more
                 late = _late_error(left[0].groups, seconds) if late is None else _copy_of(late)
                 left[0].advance(error=late)
@@ -589,7 +598,8 @@ def _await_any(waiting: Sequence[Completion], left: Sequence[Completion], second
     found: list[Completion] = []
 
     def look_for_failures() -> bool:
-        found[:] = [completion for completion in waiting if completion.groups.has_failed]  # their next step raises
+        failed = [completion for completion in waiting if completion.groups.has_failed]  # their next step raises
+        found[:] = [completion for completion in failed if completion._running_on is None]
         return bool(found)
 
     has_failed = paced(look_for_failures, LOOK_SECONDS, at_once=False)

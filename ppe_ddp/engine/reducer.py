@@ -170,15 +170,19 @@ class Reducer(Generic[C]):
 
     def recover(self) -> bool:
         """Finish an aborted backward; returns whether no backward is running, so that parameters may be replaced."""
-        backward = self._backward
-        if backward is not None and not (backward.is_manual or is_in_backward()):
-            self._await_release(backward)
+        self.await_release()
         is_over = self._running() is None
         self._arrivals.stop_recording()
         return is_over
 
-    def _await_release(self, backward: Backward) -> None:
-        """Abort ``backward`` if it has raised, once a thread of autograd for a GPU lets go of its graph task."""
+    def await_release(self) -> None:
+        """Abort a backward that has raised, once a thread of autograd for a GPU lets go of its graph task.
+
+        This puts its gradients back, so gradients are cleared only after it.
+        """
+        backward = self._backward
+        if backward is None or backward.is_manual or is_in_backward():
+            return
         if self._arrivals.streams is None and backward.thread != threading.get_ident():
             return  # on CPUs it is under way on another thread
 

@@ -294,6 +294,7 @@ class BucketSynchronizer(Synchronizer):
             if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
                 backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
             if self.weights.is_nothing:
+                backward.set_aside(zip(bucket.expected, gradients, strict=True))
                 gradients = nothing
             if self._finite is not None:
                 self._finite.look(bucket.expected, gradients)
@@ -439,12 +440,14 @@ class BucketSynchronizer(Synchronizer):
         for schedule in backward.rounds:  # in order: gradients of the second round arrived later
             self.gradients.put_back(schedule.put_back())
         self.gradients.put_back(backward.late.items())
+        self.gradients.put_back(backward.take_aside().items())
         backward.release()
 
     def give_back(self, backward: Backward) -> None:
         """Put this rank's gradients back into ``.grad`` after its backward has raised; other ranks still get them."""
         for schedule in backward.rounds:
             self.gradients.put_back(schedule.give_back())
+        self.gradients.put_back(backward.take_aside().items())
 
     def _schedule(
         self, plan: Plan, prepare: Callable[[Bucket], None], waiting: bytes | bytearray, *, repair: bool = False
