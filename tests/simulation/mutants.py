@@ -4,7 +4,6 @@ python -m tests.simulation.mutants --seeds 0:200
 
 These are not found, with the reason as far as it is known:
 
-    one wrapper of a backward is ended     the others hear of the error in one wrapper, and wait in all of them at once
     what had come is lost when put back    few ranks hear of a failure between the two parts of a gradient
     what was launched is not given back    only where the groups are a user's, to which 26 of 2,000 histories come
     split: who fails next ends this step   a rank must look while its last message is under way and another rank has
