@@ -34,8 +34,8 @@ def run(name):
     CHECKS[name]()
 
 
-def batch(step=0, rank=None, columns=8, dtype=torch.float32):
-    return data(5, columns, rank=rank, step=step, dtype=dtype).to(DEVICE)
+def batch(step=0, rank=None, dtype=torch.float32):
+    return data(5, 8, rank=rank, step=step, dtype=dtype).to(DEVICE)
 
 
 def network(dtype=torch.float32):
@@ -131,14 +131,12 @@ def batch_norm_and_buffers():
         model.zero_grad()
         loss_of(model, step).backward()
     model(batch(9))
-    digests = of_all_ranks([buffer.double().sum().item() for buffer in module.buffers()])
-    assert module[1].num_batches_tracked.item() == 4
+    assert of_all_ranks(module[1].num_batches_tracked.item()) == [4] * dist.get_world_size()
     if dist.get_world_size() > 1:
         synced = DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(module)).to(DEVICE))
         if DEVICE == "cuda":
             loss_of(synced).backward()
             assert_same_on_all_ranks(synced.module)
-    assert digests
 
 
 @check

@@ -228,6 +228,16 @@ def test_what_was_sent_in_a_step_still_arrives_when_its_sender_fails_in_the_next
     groups.note(Activity.DONE)
 
 
+def holding_the_graph(held):
+    """A patch: the callback of a backward, which shows whether its graph is still held, is kept in ``held``."""
+
+    def late(callback):
+        held.append(callback)
+        at_end_of_backward(callback)
+
+    return mock.patch.object(reducer, "at_end_of_backward", late)
+
+
 @pytest.mark.parametrize("after", ["a backward", "no backward"])
 @on_two_ranks
 def test_autograd_lets_go_of_the_graph_late(after):
@@ -236,14 +246,10 @@ def test_autograd_lets_go_of_the_graph_late(after):
     expected = mean_gradients(module, square)
     model, rank, held = DistributedDataParallel(module), dist.get_rank(), []
 
-    def late(callback):
-        held.append(callback)
-        at_end_of_backward(callback)
-
     def fail():
         output = model(data(5, 4))
         output.register_hook(lambda _: 1 / 0)
-        with mock.patch.object(reducer, "at_end_of_backward", late), pytest.raises(ZeroDivisionError):
+        with holding_the_graph(held), pytest.raises(ZeroDivisionError):
             output.sum().backward()
 
     square(model, rank)
@@ -273,16 +279,12 @@ def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_aw
     model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
     rank, held = dist.get_rank(), []
 
-    def late(callback):
-        held.append(callback)
-        at_end_of_backward(callback)
-
     def fail():
         hooks = [
             module[4].bias.register_hook(lambda _: time.sleep(0.1)),  # the ranks agree on the mask meanwhile
             module[0].weight.register_hook(lambda _: 1 / 0),
         ]
-        with mock.patch.object(reducer, "at_end_of_backward", late), pytest.raises(ZeroDivisionError):
+        with holding_the_graph(held), pytest.raises(ZeroDivisionError):
             square(model, rank)
         for hook in hooks:
             hook.remove()

@@ -252,7 +252,8 @@ def test_a_backward_on_another_thread_does_not_wait_for_what_is_being_finished()
         square(second, rank)
 
     for _ in range(3):
-        first.zero_grad(), second.zero_grad()
+        first.zero_grad()
+        second.zero_grad()
         dist.barrier()
         if rank:
             time.sleep(0.3)

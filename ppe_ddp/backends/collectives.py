@@ -181,11 +181,9 @@ class Collectives:
         def steps() -> Steps:
             yield self._wire.barrier()
 
-        work = (
-            self.shared.start("all_reduce", torch.zeros(1, device="cpu"), kind=_Kind.MAX)
-            if self.shared is not None
-            else None
-        )
+        work = None
+        if self.shared is not None:
+            work = self.shared.start("all_reduce", torch.zeros(1, device="cpu"), kind=_Kind.MAX)
         return work or self._begin("barrier", steps())
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:

@@ -174,12 +174,9 @@ def backends_of(group: ProcessGroup) -> dict[str, str]:
     return dict(entry.split(":", 1) for entry in config.split(",") if ":" in entry)
 
 
-def devices_on_host(group: ProcessGroup) -> list[str]:
+def devices_on_host(group: ProcessGroup) -> set[str]:
     """The device types for whose collectives the host waits: "cpu", and all that a backend without streams serves."""
-    return [
-        "cpu",
-        *(kind for kind, backend in backends_of(group).items() if backend in ("gloo", "mpi") and kind != "cpu"),
-    ]
+    return {"cpu", *(kind for kind, backend in backends_of(group).items() if backend in ("gloo", "mpi"))}
 
 
 def is_over_gloo(group: ProcessGroup) -> bool:
