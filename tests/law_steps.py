@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -90,6 +90,7 @@ class _RankStep:
     rank: int
     world_size: int
     device: torch.device
+    weigh: Callable[[Tensor, int], Tensor]
 
     @property
     def is_chosen(self) -> bool:
@@ -104,7 +105,7 @@ class _RankStep:
         return losses(self.subject(batch, self.recipe.path(self.number, self.rank, forward)))
 
     def loss(self, forward: int = 0, batch: Tensor | None = None) -> Tensor:
-        return torch.stack(self.losses(forward, batch)).sum()
+        return self.weigh(torch.stack(self.losses(forward, batch)).sum(), forward)
 
 
 def perform(
@@ -116,6 +117,7 @@ def perform(
     rank: int,
     world_size: int,
     device: torch.device | str = "cpu",
+    weigh: Callable[[Tensor, int], Tensor] = lambda loss, forward: loss,
 ) -> Iterator[None]:
     """Do ``step`` as ``rank``, stopping after each synchronized backward.
 
@@ -127,10 +129,11 @@ def perform(
         rank: Whose inputs and paths.
         world_size: How many ranks there are.
         device: Where the module is.
+        weigh: Gives the loss of a forward its weight; not in steps of several losses.
     """
     if step.zeroing is not Zeroing.NOTHING:
         subject.zero_grad(set_to_none=step.zeroing is Zeroing.TO_NONE)
-    actor = _RankStep(subject, recipe, number, rank, world_size, torch.device(device))
+    actor = _RankStep(subject, recipe, number, rank, world_size, torch.device(device), weigh)
     kind = step.kind
     if recipe.is_reentrant and kind in (StepKind.LOOK, StepKind.SOME_INPUTS):
         kind = StepKind.ONE_BACKWARD  # torch refuses both with reentrant checkpoints
@@ -300,12 +303,24 @@ class Reference:
         """Do ``step`` as all ranks; yields after each synchronized backward."""
         count = len(self._copies)
         runs = [
-            perform(step, _LocalSubject(twin), recipe, number, rank=rank, world_size=count, device=device)
+            perform(
+                step,
+                _LocalSubject(twin),
+                recipe,
+                number,
+                rank=rank,
+                world_size=count,
+                device=device,
+                weigh=self._weigher(step, number, rank),
+            )
             for rank, twin in enumerate(self._copies)
             if rank not in self.absent
         ]
         for _ in zip(*runs, strict=True):
             yield self._average()
+
+    def _weigher(self, step: TrainingStep, number: int, rank: int) -> Callable[[Tensor, int], Tensor]:
+        return lambda loss, forward: loss
 
     def _average(self) -> Expectation:
         means: dict[str, Tensor | None] = {}

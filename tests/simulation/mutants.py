@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from ppe_ddp import joining
+from ppe_ddp import joining, weighing
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression import comm_state
@@ -81,6 +81,7 @@ def _patched(owner, method, source):
 
 
 SYNC, REDUCER, GROUPS = synchronizer.BucketSynchronizer, reducer.Reducer, groups.Groups
+WEIGHTS = weighing.Weights
 JOIN = joining.DdpJoinHook
 MEGATRON = buffer_synchronizer.BufferSynchronizer
 PARALLEL, COPIES = parallel_groups.ModelParallel, parallel_groups.CopiesOfParameters
@@ -308,6 +309,41 @@ MUTANTS = [
         ("join: averages over all ranks in any case", SYNC, "_factors", "if self.scale_by_active", "if False"),
         ("join: who has run out announces, too", SYNC, "start_negotiation", "and not backward.has_run_out", ""),
         ("join: parameters in common are averaged twice", completion.Turn, "_claims", "is _State.ASKED", "is None"),
+        # weigh()
+        (
+            "gradients that weigh nothing are not put back",
+            SYNC,
+            "put_back",
+            "self.gradients.put_back(backward.take_aside().items())",
+            "pass",
+        ),
+        (
+            "gradients that weigh nothing are not given back",
+            SYNC,
+            "give_back",
+            "self.gradients.put_back(backward.take_aside().items())",
+            "pass",
+        ),
+        (
+            "gradients that weigh nothing are announced",
+            SYNC,
+            "start_negotiation",
+            "weights.is_nothing and self._policy.negotiate",
+            "False",
+        ),
+        ("who weighs nothing adds to the averages", SYNC, "_hand_over", "if self.weights.is_nothing", "if False"),
+        ("counts are kept after the averages", SYNC, "_hand_over", "self.weights.settle()", "pass"),
+        ("late gradients are not weighed", SYNC, "_repair", "weight=backward.weight", "weight=None"),
+        ("counts of a failed step are kept", WEIGHTS, "give_up", "self._note_failure()", "pass"),
+        ("what no_sync() left is not known again", WEIGHTS, "note", "at_end_of_backward(self.remember)", "pass"),
+        (
+            "a mean where it is used is not weighed",
+            weighing.WhereUsed,
+            "factors",
+            "is_weighed = ",
+            "is_weighed = 0 and ",
+        ),
+        ("join: weighed averages are scaled once more", SYNC, "_factors", "and backward.weight is None", ""),
         # Megatron's wrapper
         # A failure that no call has told is forgotten by zero_grad_buffer(), too, which comes before the next step.
         (

@@ -4,8 +4,9 @@ import dataclasses
 
 import torch
 
-from law_steps import Expectation, Reference, Zeroing
+from law_steps import Expectation, Reference, StepKind, Zeroing
 from ppe_ddp import CommunicationError, NonFiniteGradientError
+from ppe_ddp.weighing import _Weigh
 
 from .faults import RAISING, Where, has_one_node
 from .scheduler import Unsound
@@ -26,14 +27,17 @@ class ExactReference(Reference):
         modules: The module of each rank.
         where_used: Whether a gradient is averaged over the ranks that have it.
         by_active: Whether all are averaged over the ranks that have inputs.
+        count_of: The count of a loss by rank, step and forward; None where losses have no weights.
 
     Attributes:
         local: By rank, the gradients by name that it had before they were averaged; its own, as no step changes them.
+        given: By rank, what these bring into the mean.
     """
 
-    def __init__(self, modules, *, where_used=False, by_active=False):
+    def __init__(self, modules, *, where_used=False, by_active=False, count_of=None):
         self._copies = modules
-        self._where_used, self._by_active = where_used, by_active
+        self._where_used, self._by_active, self._count_of = where_used, by_active, count_of
+        self._totals = [0.0] * len(modules)
         self._parameters = [module.table for module in modules]
         self._give_buffers(dict(modules[0].named_buffers()))
 
@@ -42,33 +46,60 @@ class ExactReference(Reference):
         """The copies of the ranks that have inputs."""
         return [copy for rank, copy in enumerate(self._copies) if rank not in self.absent]
 
+    def _weigher(self, step, number, rank):
+        if self._count_of is None:
+            return super()._weigher(step, number, rank)
+        self._totals[rank] = 0.0
+
+        def weigh(loss, forward):
+            count = self._count_of(rank, number, forward)
+            if step.kind is not StepKind.LOOK or not forward:  # who looks alone trains on its first forward
+                self._totals[rank] += count
+            return loss * (count / (_Weigh.unit or 1.0))
+
+        return weigh
+
+    def _weighed(self, rank, gradient):
+        """What a gradient of a rank brings into the mean."""
+        if gradient is None or self._count_of is None:
+            return gradient
+        return gradient * (_Weigh.unit * len(self._totals) / sum(self._totals)) if self._totals[rank] else None
+
     def _average(self):
         nothing = dict.fromkeys(self._parameters[0])
         copies = enumerate(self._copies)
         self.local = [nothing if rank in self.absent else copy.gradients() for rank, copy in copies]
+        self.given = [
+            {name: self._weighed(rank, one) for name, one in own.items()} for rank, own in enumerate(self.local)
+        ]
         means, share = {}, 1.0 / len(self.local)
         for name, own in self._parameters[0].items():
-            given = [table[name] for table in self.local]
+            given = [table[name] for table in self.given]
+            present = [table[name] for rank, table in enumerate(self._parameters) if rank not in self.absent]
             if all(gradient is None for gradient in given):
                 means[name] = None
+                for parameter in present:
+                    parameter.grad = None  # of losses that weigh nothing
                 continue
             total = None
             for gradient in given:
                 part = torch.zeros_like(own) if gradient is None else torch.mul(gradient, share)
                 total = part if total is None else total + part
-            count = len(given) - (len(self.absent) if self._by_active else 0)
+            weights = [1.0] * len(given) if self._count_of is None else self._totals
+            by_active = self._by_active and self._count_of is None
+            divisor = sum(weights) - (len(self.absent) if by_active else 0)
             if self._where_used:
-                count = sum(gradient is not None for gradient in given)
-            means[name] = total.detach() * (len(given) / count)
-            is_sparse = any(table[name].grad is not None and table[name].grad.is_sparse for table in self._parameters)
-            for table in (table for rank, table in enumerate(self._parameters) if rank not in self.absent):
-                table[name].grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
+                divisor = sum(weight for weight, one in zip(weights, given, strict=True) if one is not None)
+            means[name] = total.detach() * (sum(weights) / divisor)
+            is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in present)
+            for parameter in present:
+                parameter.grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
         self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
         return Expectation(means, {}, (), self._buffers)
 
     def scale(self, name):
         """The largest magnitude in a gradient on any rank."""
-        given = [table[name] for table in self.local]
+        given = [table[name] for table in self.given]
         return max((float(one.abs().max()) for one in given if one is not None and one.numel()), default=0.0)
 
 
@@ -107,7 +138,12 @@ class Oracle:
         self.run, self.program = run, run.program
         copies = [plain_models(self.program) for _ in range(self.program.world_size)]
         where_used = self.program.options.get("average_where_used", False)
-        self.reference = ExactReference(copies, where_used=where_used, by_active=not self.program.divides_by_all)
+        self.reference = ExactReference(
+            copies,
+            where_used=where_used,
+            by_active=not self.program.divides_by_all,
+            count_of=self.program.count if self.program.weighs else None,
+        )
         self.has_failed = False
         self.is_torn = False
         self._handles = []  # of hooks in one step
@@ -117,7 +153,7 @@ class Oracle:
         count, wrapping = self.program.world_size, self.program.wrapping
         self.is_exact = count in (2, 4) or wrapping in SCALED_FIRST
         # Whose gradients autograd adds up in the order of the forwards, or of the checkpoints that are run again.
-        self.is_exact &= not (self.program.shares or self.program.ties)
+        self.is_exact &= not (self.program.shares or self.program.ties or self.program.weighs)
         self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
 
     def check(self):
@@ -199,7 +235,7 @@ class Oracle:
 
     def _is_bad(self):
         """Whether a rank has a gradient that is no number."""
-        return any(g is not None and not bool(g.isfinite().all()) for own in self.reference.local for g in own.values())
+        return any(g is not None and not bool(g.isfinite().all()) for own in self.reference.given for g in own.values())
 
     def _check_update(self, number):
         """Take a step of plain gradient descent in every copy, and compare."""

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from ppe_ddp import weighing
 from ppe_ddp.backends import group as group_of_ranks
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
@@ -47,9 +48,10 @@ def new_worlds(count):
 
 
 class _Own:
-    """The objects of the rank that asks, in an order that the seed decides: a process has them in no order."""
+    """The objects of the rank that asks; where a process has them in no order, in one that the seed decides."""
 
-    def __init__(self):
+    def __init__(self, *, is_shuffled=True):
+        self._is_shuffled = is_shuffled
         self._of = defaultdict(list)  # by process, of which no two histories have the same
 
     def __setitem__(self, _identity, one):
@@ -65,7 +67,8 @@ class _Own:
     def valuerefs(self):
         scheduler = Scheduler.current
         own = [one for one in self._of[scheduler.pid()] if one() is not None]
-        scheduler.draw.shuffle(own)
+        if self._is_shuffled:
+            scheduler.draw.shuffle(own)
         return own
 
     def __iter__(self):
@@ -149,6 +152,8 @@ def simulated():
         mock.patch.object(Reducer, "_all", _Own()),
         mock.patch.object(Completion, "_open", _Own()),
         mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
+        mock.patch.object(weighing.Weights, "_all", _Own(is_shuffled=False)),
+        mock.patch.object(weighing._Weigh, "alive", _Own(is_shuffled=False)),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
         mock.patch.object(sys, "excepthook", sys.excepthook),  # torch wraps it for each group
         packing(),
@@ -185,5 +190,6 @@ def run_ranks(program, scheduler, faults, train):
     scheduler.at_death = Network.current.die
     # From which size an arrival looks for buckets to launch: each, each weight, or none, as nothing here is large.
     trigger = Random(f"trigger {program.seed}").choice([1, 20, plan._TRIGGER_BYTES])
+    weighing._Weigh.unit = 0.0  # the ranks have one unit, which is a power of two
     with mock.patch.object(plan, "_TRIGGER_BYTES", trigger):
         scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])

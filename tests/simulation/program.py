@@ -10,7 +10,7 @@ from torch.distributed.algorithms.join import Join
 
 from law_models import Kind, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing, perform
-from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError, weigh
 from ppe_ddp.backends.shm import ShmOptions
 
 from . import processes
@@ -38,6 +38,8 @@ _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # whi
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
+_WEIGHING = 0.25  # of those that can
+_COUNTS = (0, 0, 1, 2, 3, 0.5, 7, 100)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,6 +61,7 @@ class Program:
             Empty where there is no join().
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
         ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
+        weighs: Whether losses have weights, which :meth:`count` gives.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
     """
 
@@ -75,6 +78,7 @@ class Program:
     counts: tuple[int, ...] = ()
     divides_by_all: bool = True
     ties: bool = False
+    weighs: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
 
     @classmethod
@@ -131,6 +135,7 @@ class Program:
         one = dataclasses.replace(one, ties=ties, faults=one.later_faults())
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
+        one = one.weighing()
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         can_join &= not one.apart
@@ -151,6 +156,26 @@ class Program:
         counts[draw.randrange(self.world_size)] = count
         by_all = draw.random() < 0.5
         return dataclasses.replace(self, steps=tuple(steps), counts=tuple(counts), divides_by_all=by_all)
+
+    def weighing(self):
+        """The same, in some of the programs with weights; these begin a step without gradients, as they must."""
+        draw = Random(f"weighs {self.seed}")
+        if self.shares or self.wrapping.is_megatron or draw.random() > _WEIGHING:
+            return self
+        change, cleared = dataclasses.replace, (Zeroing.TO_NONE, Zeroing.TO_ZERO)
+        steps = [
+            change(
+                step,
+                kind=StepKind.MICRO_BATCHES if step.kind in _TWO_SYNCHRONIZATIONS else step.kind,
+                zeroing=step.zeroing if step.zeroing in cleared else draw.choice(cleared),
+            )
+            for step in self.steps
+        ]
+        return change(self, steps=tuple(steps), weighs=True)
+
+    def count(self, rank, number, forward):
+        """The count of a loss, where losses have weights."""
+        return Random(f"count {self.seed} {rank} {number} {forward}").choice(_COUNTS)
 
     def drawn_apart(self):
         """Where ranks use one of several modules less, in steps of one backward. With a fault it is not modelled."""
@@ -296,7 +321,17 @@ class Run:
         handles = self.faults.begin_step(number, models)
         models.left_out = program.left_out(rank, number)
         try:
-            taken = perform(step, models, program.recipes[0], number, rank=rank, world_size=program.world_size)
+            taken = perform(
+                step,
+                models,
+                program.recipes[0],
+                number,
+                rank=rank,
+                world_size=program.world_size,
+                weigh=lambda loss, forward: (
+                    weigh(loss, program.count(rank, number, forward)) if program.weighs else loss
+                ),
+            )
             for k, _ in enumerate(taken):
                 if program.settles_late(step) and not k:
                     continue

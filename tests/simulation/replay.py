@@ -160,6 +160,8 @@ def _plainer(program):
         yield change(program, wrapping=Wrapping.PLAIN)
     if program.shares:
         yield change(program, shares="")
+    if program.weighs:
+        yield change(program, weighs=False)
     if program.counts:
         yield change(program, counts=())
     if program.ties:
