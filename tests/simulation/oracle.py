@@ -164,6 +164,9 @@ class Oracle:
                 return
             if number + 1 == max(self.program.counts, default=0):
                 self._check_join()
+        for rank, loaded in enumerate(self.run.loaded):
+            if None not in (loaded, self.run.loaded[0]):
+                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], self.run.loaded[0][0]))
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)

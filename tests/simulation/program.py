@@ -1,8 +1,10 @@
 """What the ranks of one history do, drawn from its seed, and the run of it."""
 
 import dataclasses
+from contextlib import nullcontext
 from datetime import timedelta
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 
 from law_models import Kind, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing, perform
-from ppe_ddp import CommunicationError, NonFiniteGradientError, PeerAbortedError, weigh
+from ppe_ddp import Checkpointer, CommunicationError, NonFiniteGradientError, PeerAbortedError, weigh
 from ppe_ddp.backends.shm import ShmOptions
 
 from . import processes
@@ -39,6 +41,7 @@ _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
 _WEIGHING = 0.25  # of those that can
+_SAVING = 0.03
 _COUNTS = (0, 0, 1, 2, 3, 0.5, 7, 100)
 
 
@@ -62,6 +65,7 @@ class Program:
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
         ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
         weighs: Whether losses have weights, which :meth:`count` gives.
+        saves: Whether a checkpoint is saved after each step, and the last one is loaded at the end.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
     """
 
@@ -79,6 +83,7 @@ class Program:
     divides_by_all: bool = True
     ties: bool = False
     weighs: bool = False
+    saves: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
 
     @classmethod
@@ -135,10 +140,10 @@ class Program:
         one = dataclasses.replace(one, ties=ties, faults=one.later_faults())
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
-        one = one.weighing()
+        one = dataclasses.replace(one.weighing(), saves=Random(f"saves {seed}").random() < _SAVING)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
-        can_join &= not one.apart
+        can_join &= not (one.apart or one.saves)
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
 
     def new_run(self):
@@ -273,6 +278,7 @@ class Run:
         self.results = [[[] for _ in program.steps] for _ in range(count)]
         self.parameters = [[None for _ in program.steps] for _ in range(count)]
         self.joined = [({}, {})] * count
+        self.loaded = [None] * count
         self._ended = [0] * count  # how many steps each has ended
 
     def run(self):
@@ -281,7 +287,8 @@ class Run:
         Raises:
             Unsound: It does not do what it should.
         """
-        processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
+        with TemporaryDirectory() if self.program.saves else nullcontext("") as self._folder:
+            processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
         hold(self)
 
     def _train(self, rank):
@@ -300,6 +307,9 @@ class Run:
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, error.with_traceback(None)))
             return
+        checkpointer = (
+            Checkpointer(self._folder, {str(k): part for k, part in enumerate(models.parts)}) if program.saves else None
+        )
         joined = max(program.counts, default=0)
         if joined:
             with Join(list(models.parts), divide_by_initial_world_size=program.divides_by_all):
@@ -309,6 +319,8 @@ class Run:
             self.joined[rank] = (models.parameter_values(), models.buffer_values())
         for number in range(joined, len(program.steps)):
             if not self._step(rank, number, program.steps[number], models):
+                return
+            if checkpointer is not None and not self._save(rank, number, models, checkpointer):
                 return
         if not program.faults:
             dist.barrier()
@@ -366,6 +378,20 @@ class Run:
             error = raised
             self._note(rank, number, models, error.with_traceback(None))
         return not isinstance(error, CommunicationError)
+
+    def _save(self, rank, number, models, checkpointer):
+        """Save a checkpoint, and load it after the last step; whether this rank goes on."""
+        self.scheduler.note("saves", number)
+        values = models.parameter_values()
+        try:
+            checkpointer.save(number)
+            if number == len(self.program.steps) - 1:
+                checkpointer.load()
+                self.loaded[rank] = values, models.parameter_values()
+        except CommunicationError as error:  # another rank has died
+            self._note(rank, number, models, error.with_traceback(None))
+            return False
+        return True
 
     def _linger(self, rank, number):
         """A rank that has raised in a step waits for the others, which must not wait for it."""
