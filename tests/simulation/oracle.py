@@ -37,7 +37,7 @@ class ExactReference(Reference):
     def __init__(self, modules, *, where_used=False, by_active=False, count_of=None):
         self._copies = modules
         self._where_used, self._by_active, self._count_of = where_used, by_active, count_of
-        self._totals = [0.0] * len(modules)
+        self._totals = {}  # by rank that has weighed a loss, the sum of its counts
         self._parameters = [module.table for module in modules]
         self._give_buffers(dict(modules[0].named_buffers()))
 
@@ -49,21 +49,21 @@ class ExactReference(Reference):
     def _weigher(self, step, number, rank):
         if self._count_of is None:
             return super()._weigher(step, number, rank)
-        self._totals[rank] = 0.0
 
         def weigh(loss, forward):
             count = self._count_of(rank, number, forward)
             if step.kind is not StepKind.LOOK or not forward:  # who looks alone trains on its first forward
-                self._totals[rank] += count
+                self._totals[rank] = self._totals.get(rank, 0.0) + count
             return loss * (count / (_Weigh.unit or 1.0))
 
         return weigh
 
     def _weighed(self, rank, gradient):
         """What a gradient of a rank brings into the mean."""
-        if gradient is None or self._count_of is None:
+        if gradient is None or rank not in self._totals:
             return gradient
-        return gradient * (_Weigh.unit * len(self._totals) / sum(self._totals)) if self._totals[rank] else None
+        factor = _Weigh.unit * len(self._copies) / (sum(self._totals.values()) or 1.0)
+        return gradient * factor if self._totals[rank] else None
 
     def _average(self):
         nothing = dict.fromkeys(self._parameters[0])
@@ -85,15 +85,17 @@ class ExactReference(Reference):
             for gradient in given:
                 part = torch.zeros_like(own) if gradient is None else torch.mul(gradient, share)
                 total = part if total is None else total + part
-            weights = [1.0] * len(given) if self._count_of is None else self._totals
-            by_active = self._by_active and self._count_of is None
-            divisor = sum(weights) - (len(self.absent) if by_active else 0)
+            weights = [1.0] * len(given)
+            if self._totals:
+                weights = [self._totals.get(rank, 0.0) for rank in range(len(given))]
+            divisor = sum(weights) - (len(self.absent) if self._by_active and not self._totals else 0)
             if self._where_used:
                 divisor = sum(weight for weight, one in zip(weights, given, strict=True) if one is not None)
             means[name] = total.detach() * (sum(weights) / divisor)
             is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in present)
             for parameter in present:
                 parameter.grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
+        self._totals = {}
         self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
         return Expectation(means, {}, (), self._buffers)
 

@@ -165,7 +165,8 @@ class Program:
     def weighing(self):
         """The same, in some of the programs with weights; these begin a step without gradients, as they must."""
         draw = Random(f"weighs {self.seed}")
-        if self.shares or self.wrapping.is_megatron or draw.random() > _WEIGHING:
+        # A rank whose loss does not come to a wrapper has no samples there, though one process has.
+        if self.apart or self.shares or self.wrapping.is_megatron or draw.random() > _WEIGHING:
             return self
         change, cleared = dataclasses.replace, (Zeroing.TO_NONE, Zeroing.TO_ZERO)
         steps = [
