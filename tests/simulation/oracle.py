@@ -91,7 +91,7 @@ class ExactReference(Reference):
             divisor = sum(weights) - (len(self.absent) if self._by_active and not self._totals else 0)
             if self._where_used:
                 divisor = sum(weight for weight, one in zip(weights, given, strict=True) if one is not None)
-            means[name] = total.detach() * (sum(weights) / divisor)
+            means[name] = total.detach() * (sum(weights) / divisor if divisor else 1.0)
             is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in present)
             for parameter in present:
                 parameter.grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
