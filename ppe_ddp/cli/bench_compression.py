@@ -49,13 +49,9 @@ METHODS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "RandomK(0.01)": lambda: (RandomK(0.01),),
     "Sign": lambda: (Sign(),),
     "PowerSGD(4)": lambda: (PowerSGD(4),),
-    "PowerSGD(4), torch": lambda: (_torch_power_sgd(), powerSGD_hook),
+    "PowerSGD(4), torch": lambda: (PowerSGDState(None, 4, 2, use_error_feedback=False), powerSGD_hook),
 }
 """By name, what makes the arguments of ``register_comm_hook``."""
-
-
-def _torch_power_sgd() -> PowerSGDState:
-    return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2, use_error_feedback=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -551,19 +551,11 @@ class Renewals:
     its steps. A rank that cannot connect refuses, with the step and the reason. If several groups connect again, they
     do so in the order in which their meetings became complete. That order is the same on all ranks.
 
-    ``store`` makes a store for one attempt. ``name`` is the same on every rank, and never used again. ``next_place``
-    returns the next place in the order of all such meetings of the job.
+    ``store`` makes a store for one attempt. ``name`` is the same on every rank, and never used again.
     """
 
-    def __init__(
-        self,
-        store: Callable[[], BoundedStore],
-        name: str,
-        rank: int,
-        world_size: int,
-        next_place: Callable[[], int] = _next_place,
-    ) -> None:
-        self._new_store, self._next_place = store, next_place
+    def __init__(self, store: Callable[[], BoundedStore], name: str, rank: int, world_size: int) -> None:
+        self._new_store = store
         self._stores: list[BoundedStore] = []  # one an attempt, since the last that succeeded
         self._name = f"ppe_ddp/renewal/{name}"
         self._rank, self._world_size = rank, world_size
@@ -627,7 +619,7 @@ class Renewals:
         name = f"{self._name}/{self.number}"
 
         def ask(store: WrittenKeys) -> T:
-            return call(Meeting(store, name, self._rank, self._world_size, self._next_place))
+            return call(Meeting(store, name, self._rank, self._world_size, _next_place))
 
         return self._stores[-1].do(ask)
 

@@ -340,7 +340,7 @@ def own_address() -> ProcessAddress | None:
     Returns None if the system has no such memory.
     """
     try:
-        page, started = _page(os.getpid()), _started("self")
+        page, (_, started) = _page(os.getpid()), _state_and_start("self")
     except OSError:
         return None
     address = ProcessAddress(page.node, os.getpid(), started, page.descriptor, page.token, page.take_record())
@@ -390,10 +390,6 @@ def _has_ended(address: ProcessAddress) -> bool:
     except PermissionError:
         return False
     return _condition(address) is Condition.ENDED
-
-
-def _started(pid: str) -> int:
-    return _state_and_start(pid)[1]
 
 
 def _state_and_start(pid: str) -> tuple[str, int]:

@@ -137,7 +137,7 @@ def simulated():
             peer_processes,
             _page=_page,
             _condition=_condition,
-            _started=lambda _pid: 0,
+            _state_and_start=lambda _pid: ("R", 0),
             _pid_namespace=str,
             node_name=lambda: Pages.current.node(),
             new_memory_file=lambda nbytes: Pages.current.new(nbytes),
