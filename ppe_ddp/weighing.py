@@ -1,9 +1,9 @@
 """Weighted means of gradients: by samples or tokens, or over the ranks that have a gradient.
 
-    weigh(loss, tokens)        multiplies the loss by tokens / unit; the unit is a constant of this process
+    weigh(loss, tokens)        multiplies the loss by its tokens
     backward begins            each wrapper that it reaches counts the tokens of the losses behind it
     mask                       carries the tokens of each rank
-    first bucket is packed     gradients are multiplied by unit * ranks / tokens of all ranks, and then averaged
+    first bucket is packed     gradients are multiplied by ranks / tokens of all ranks, and then averaged
 
 So the mean over the ranks is the gradient of the mean loss of all tokens, without a further message. Counts of
 backwards in ``no_sync()`` add up until the gradients are synchronized.
@@ -67,7 +67,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
             rank's counts is sent as float32: integers up to 16,777,216 are exact.
 
     Returns:
-        The loss times a constant of this process. Call ``backward()`` on it, but print the given loss.
+        The loss times the count. Call ``backward()`` on it, but print the given loss.
 
     Raises:
         ValueError: The count is negative, infinite or NaN.
@@ -86,16 +86,12 @@ class _Weigh(torch.autograd.Function):
     """The autograd node of a weighted loss; lives as long as its graph."""
 
     alive: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
-    unit: ClassVar[float] = 0.0
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
-        if count and not _Weigh.unit:
-            _Weigh.unit = 2.0 ** round(math.log2(count))  # a power of two: products are exact, and near the loss
         ctx.count, ctx.executions, ctx.end = count, 0, lambda: None
-        ctx.factor = count / (_Weigh.unit or 1.0)
         _Weigh.alive.add(ctx)
-        return loss * float(ctx.factor)
+        return loss * count  # not divided by a number of this rank's, as graphs that communicate mix gradients of ranks
 
     @staticmethod
     @uncompiled_hook
@@ -106,7 +102,7 @@ class _Weigh(torch.autograd.Function):
         ctx.end = weakref.ref(end)  # lives as long as the graph task
         Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
-        return gradients[0] * ctx.factor, None
+        return gradients[0] * ctx.count, None
 
 
 class Weights:
@@ -229,7 +225,7 @@ class Weights:
 
     def are_zeros(self) -> bool:
         """Whether all gradients of a synchronization without a backward are zero; False if no rank has weighed."""
-        return (self._is_used or bool(_Weigh.unit)) and not self._has_nonzero(self._gradients())
+        return (self._is_used or self.were_used) and not self._has_nonzero(self._gradients())
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """This rank's field in a mask; ``is_manual`` for a synchronization without a backward."""
@@ -253,12 +249,12 @@ class Weights:
                 "ppe_ddp.weigh(loss, count) on all ranks, or on none"
             )
         self.synchronized = total = sum(map(_count, words))
-        return _Weigh.unit * len(words) / total if total and self.total else 1.0
+        return len(words) / total if total and self.total else 1.0
 
     @property
     def factor_alone(self) -> float:
         """The factor of gradients in a group of one rank."""
-        return _Weigh.unit / self.total if self.total else 1.0
+        return 1.0 / self.total if self.total else 1.0
 
 
 def _versions(gradients: Sequence[Any]) -> list[tuple[int, int]]:

@@ -619,3 +619,34 @@ def test_wrappers_with_tied_layers_of_which_gradients_come_before_the_backward_r
 
 def _broken(_):
     raise ArithmeticError("planned")
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The sum over all ranks, as batch statistics of all ranks are made of."""
+
+    @staticmethod
+    def forward(ctx, own):
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
+    backward = forward
+
+
+@on_two_ranks
+def test_a_graph_that_communicates():
+    module, rank, counts = seeded(mlp, 4, 5, 2), dist.get_rank(), [3, 100]
+    wrapper = DistributedDataParallel(module)
+
+    def losses_of(outputs, mean):
+        return [(output - mean).pow(2).mean() + (output * mean).mean() for output in outputs]
+
+    outputs = [module(data(4, 4, rank=other)) for other in range(2)]
+    losses = losses_of(outputs, sum(output.mean() for output in outputs) / 2)
+    (sum(count * loss for count, loss in zip(counts, losses, strict=True)) / sum(counts)).backward()
+    want = gradients(module)
+    module.zero_grad()
+    output = wrapper(data(4, 4))
+    (loss,) = losses_of([output], SumOfRanks.apply(output.mean()) / 2)
+    weigh(loss, counts[rank]).backward()
+    assert_gradients(module, want)

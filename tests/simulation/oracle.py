@@ -6,7 +6,6 @@ import torch
 
 from law_steps import Expectation, Reference, StepKind, Zeroing
 from ppe_ddp import CommunicationError, NonFiniteGradientError
-from ppe_ddp.weighing import _Weigh
 
 from .faults import RAISING, Where, has_one_node
 from .scheduler import Unsound
@@ -54,7 +53,7 @@ class ExactReference(Reference):
             count = self._count_of(rank, number, forward)
             if step.kind is not StepKind.LOOK or not forward:  # who looks alone trains on its first forward
                 self._totals[rank] = self._totals.get(rank, 0.0) + count
-            return loss * (count / (_Weigh.unit or 1.0))
+            return loss * count
 
         return weigh
 
@@ -62,7 +61,7 @@ class ExactReference(Reference):
         """What a gradient of a rank brings into the mean."""
         if gradient is None or rank not in self._totals:
             return gradient
-        factor = _Weigh.unit * len(self._copies) / (sum(self._totals.values()) or 1.0)
+        factor = len(self._copies) / (sum(self._totals.values()) or 1.0)
         return gradient * factor if self._totals[rank] else None
 
     def _average(self):

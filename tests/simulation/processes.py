@@ -190,6 +190,6 @@ def run_ranks(program, scheduler, faults, train):
     scheduler.at_death = Network.current.die
     # From which size an arrival looks for buckets to launch: each, each weight, or none, as nothing here is large.
     trigger = Random(f"trigger {program.seed}").choice([1, 20, plan._TRIGGER_BYTES])
-    weighing._Weigh.unit = 0.0  # the ranks have one unit, which is a power of two
+    weighing.Weights.were_used = False
     with mock.patch.object(plan, "_TRIGGER_BYTES", trigger):
         scheduler.run([lambda rank=rank: train(rank) for rank in range(program.world_size)])
