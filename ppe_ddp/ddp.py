@@ -23,7 +23,7 @@ from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
-from ppe_ddp.engine.replicas import broadcast_all, check_in_sync
+from ppe_ddp.engine.replicas import broadcast_all, check_in_sync, owner_of
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
@@ -562,11 +562,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; a checkpoint of torch's wrapper (with ``module.``) loads, too."""
-        if self._reducer is not None:
-            self._reducer.recover()  # before loading: it may have to broadcast the old buffers
+        if (reducer := self._reducer) is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        reducer.recover()  # before loading: it may have to broadcast the old buffers
+        written = reducer.synchronizer.written_buffers()
         loaded = super().load_state_dict(state_dict, strict, assign)
-        if self._reducer is not None:
-            self._reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
+        reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
+        others = {name for name in self._module_state.buffers() if not {name, f"module.{name}"} & state_dict.keys()}
+        reducer.synchronizer.mark_buffers({*written} & {*map(owner_of, others)})
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:

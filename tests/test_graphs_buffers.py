@@ -195,3 +195,15 @@ def test_a_failed_step_forgets_no_statistic(fails_in, replaces):
         with pytest.raises((MemoryError, PeerAbortedError)) if step == 2 else contextlib.nullcontext():
             wrapper(torch.ones(1, 3), rank == 1 and step <= 2).sum().backward()
     assert model.some.calls == 3
+
+
+@pytest.mark.parametrize("loads_it", [False, True])
+@on_two_ranks
+def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it):
+    wrapper = DistributedDataParallel(seeded(Pair))
+    with wrapper.no_sync():
+        wrapper(torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
+    state = {"every.bias": torch.zeros(3)} | ({"module.some.calls": torch.tensor(7.0)} if loads_it else {})
+    wrapper.load_state_dict(state, strict=False)
+    wrapper(torch.ones(1, 3), False).sum().backward()
+    assert wrapper.module.some.calls == (7 if loads_it else 1)
