@@ -23,11 +23,11 @@ from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
-from ppe_ddp.engine.replicas import broadcast_all, check_in_sync
+from ppe_ddp.engine.replicas import broadcast_all, check_in_sync, owner_of
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
-from ppe_ddp.joining import DdpJoinHook
+from ppe_ddp.joining import DdpJoinHook, leave_join
 from ppe_ddp.launch import check_alone
 from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
@@ -506,9 +506,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     # ------------------------------------------------------------------ uneven inputs
 
+    @contextmanager
     def join(
         self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> Join:
+    ) -> Generator[None, None, None]:
         """A context in which ranks may have different numbers of inputs; see torch's ``Join``.
 
         Every forward with gradients enabled, outside ``no_sync()``, must be followed by one backward.
@@ -519,14 +520,22 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             enable: False makes the context do nothing.
             throw_on_early_termination: Raise on every rank when the first rank has run out of inputs.
         """
+        if not enable:
+            yield
+            return
         same = divide_by_initial_world_size
-        return Join([self], enable, throw_on_early_termination, divide_by_initial_world_size=same)
+        try:
+            with Join([self], True, throw_on_early_termination, divide_by_initial_world_size=same):
+                yield
+        finally:
+            if self._reducer is not None:
+                leave_join(self._reducer.synchronizer)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that takes part in the steps of other ranks after this rank's inputs have ended (``Joinable``)."""
         return DdpJoinHook(
             self._reducer or self._ready(),
-            self.module,
+            lambda: self._module_state,
             divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True),
             before=self._ready,
         )
@@ -562,11 +571,14 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; a checkpoint of torch's wrapper (with ``module.``) loads, too."""
-        if self._reducer is not None:
-            self._reducer.recover()  # before loading: it may have to broadcast the old buffers
+        if (reducer := self._reducer) is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        reducer.recover()  # before loading: it may have to broadcast the old buffers
+        written = reducer.synchronizer.written_buffers()
         loaded = super().load_state_dict(state_dict, strict, assign)
-        if self._reducer is not None:
-            self._reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
+        reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
+        others = {name for name in self._module_state.buffers() if not {name, f"module.{name}"} & state_dict.keys()}
+        reducer.synchronizer.mark_buffers({*written} & {*map(owner_of, others)})
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:

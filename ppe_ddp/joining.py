@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed as dist
-from torch import nn
 from torch.distributed.algorithms.join import JoinHook
 
 from ppe_ddp.engine.module import local_tensor
@@ -19,6 +18,7 @@ from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.reducer import Reducer
     from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
@@ -37,17 +37,22 @@ def _any_announces(groups: Groups) -> bool:
     return bool(word.item())
 
 
+def leave_join(synchronizer: BucketSynchronizer) -> None:
+    """End what :class:`DdpJoinHook` has begun: forwards no longer tell of themselves in the user's group."""
+    synchronizer.scale_by_active, synchronizer.announce = False, None
+
+
 class DdpJoinHook(JoinHook):
     """Takes part in the synchronizations of a wrapper after this rank's inputs have ended.
 
-    It calls ``before`` before each step, which brings the reducer up to date. ``reducer`` is None if torch.distributed
-    is not initialized; then it does nothing.
+    It calls ``before`` before each step, which brings the reducer up to date; ``module_state`` then returns what there
+    is to synchronize. ``reducer`` is None if torch.distributed is not initialized; then it does nothing.
     """
 
     def __init__(
         self,
         reducer: Reducer[BucketSynchronizer] | None,
-        module: nn.Module,
+        module_state: Callable[[], ModuleState],
         *,
         divide_by_initial_world_size: bool,
         before: Callable[[], object],
@@ -59,13 +64,19 @@ class DdpJoinHook(JoinHook):
                 "has run out would leave its shards as they are: give it finish_grad_sync() and a step instead"
             )
         self._reducer = reducer
-        self._module = module
+        self._module_state = module_state
         self._before = before
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-join")
         self._listening: Future[None] | None = None
         if reducer is not None:
             reducer.synchronizer.scale_by_active = not divide_by_initial_world_size
-            reducer.synchronizer.announce = partial(_announce, reducer.groups)
+            reducer.synchronizer.announce = self._announce = partial(_announce, reducer.groups)
+
+    def __del__(self) -> None:
+        """Leave a ``Join`` that has ended by an exception, after which torch calls no hook."""
+        reducer = getattr(self, "_reducer", None)
+        if reducer is not None and reducer.synchronizer.announce is self._announce:
+            leave_join(reducer.synchronizer)
 
     def main_hook(self) -> None:
         """Take part in all synchronizations of the other ranks from now on, any number for each forward."""
@@ -105,11 +116,12 @@ class DdpJoinHook(JoinHook):
         reducer = self._reducer
         if reducer is None:
             return
-        reducer.synchronizer.scale_by_active, reducer.synchronizer.announce = False, None
-        groups = reducer.groups
+        leave_join(reducer.synchronizer)
+        groups, module_state = reducer.groups, self._module_state()
         last = torch.tensor([groups.rank if is_last_joiner else -1], device="cpu")
         dist.all_reduce(last, dist.ReduceOp.MAX, group=groups.control)
-        state = [local_tensor(tensor).detach() for tensor in (*self._module.parameters(), *self._module.buffers())]
+        tensors = (*module_state.parameters, *module_state.buffers().values())
+        state = [local_tensor(tensor).detach() for tensor in tensors]
         pending = broadcast(state, groups.buckets, source=int(last.item()))
         if pending is not None:
             pending.wait()

@@ -135,3 +135,75 @@ def test_statistics_of_a_tower_are_those_of_a_rank_that_has_used_it(options):
                     wrapper(x, uses[rank]).pow(2).sum().backward()
         torch.testing.assert_close(statistics(wrapper.module), expected)
     assert all(wrapper.module.towers[k][1].num_batches_tracked for k in range(3))
+
+
+class Counting(nn.Linear):
+    """Counts its calls, in a tensor that it writes or replaces."""
+
+    def __init__(self, replaces):
+        super().__init__(3, 3)
+        self.replaces = replaces
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.replaces:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Pair(nn.Module):
+    """A layer for all, and one for some."""
+
+    def __init__(self, replaces=False, hook=lambda _: None):
+        super().__init__()
+        self.every, self.some, self.hook = Counting(replaces), Counting(replaces), hook
+
+    def forward(self, x, uses_some):
+        x = self.every(x)
+        x.register_hook(self.hook)
+        return x + self.some(x) if uses_some else x * 2
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "replaces"),
+    [("a hook", False), ("its backward", True), ("the broadcast", False), ("the broadcast", True)],
+)
+@on_two_ranks
+def test_a_failed_step_forgets_no_statistic(fails_in, replaces):
+    rank, due = dist.get_rank(), []
+
+    def fail(place):
+        if place in due:
+            due.clear()
+            raise MemoryError(place)
+
+    def own_broadcast(tensors, group):
+        fail("the broadcast")
+        return broadcast(tensors, group)
+
+    model = seeded(Pair, replaces, lambda _: fail("its backward"))
+    wrapper = DistributedDataParallel(model, broadcast_function=own_broadcast)
+    if fails_in == "its backward":  # the step goes on for the others, as a hook communicates in the user's group
+        wrapper.register_comm_hook(None, lambda _, b: dist.all_reduce(b.buffer().div_(2), async_op=True).get_future())
+    wrapper.register_comm_hook(lambda _: fail("a hook"))
+    for step in range(5):
+        wrapper.zero_grad()
+        if step == 2 and rank == 0:
+            due.append(fails_in)
+        with pytest.raises((MemoryError, PeerAbortedError)) if step == 2 else contextlib.nullcontext():
+            wrapper(torch.ones(1, 3), rank == 1 and step <= 2).sum().backward()
+    assert model.some.calls == 3
+
+
+@pytest.mark.parametrize("loads_it", [False, True])
+@on_two_ranks
+def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it):
+    wrapper = DistributedDataParallel(seeded(Pair))
+    with wrapper.no_sync():
+        wrapper(torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
+    state = {"every.bias": torch.zeros(3)} | ({"module.some.calls": torch.tensor(7.0)} if loads_it else {})
+    wrapper.load_state_dict(state, strict=False)
+    wrapper(torch.ones(1, 3), False).sum().backward()
+    assert wrapper.module.some.calls == (7 if loads_it else 1)

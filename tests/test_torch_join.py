@@ -6,10 +6,21 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_gradients,
+    mlp,
+    of_all_ranks,
+    seeded,
+    square,
+)
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, UnusableError
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
 
@@ -124,6 +135,53 @@ def test_after_a_join_a_forward_tells_nobody(options):
     total = torch.tensor([10.0 + rank])
     dist.all_reduce(total)
     assert total.item() == 21.0
+
+
+@pytest.mark.parametrize("make", [Join, DistributedDataParallel.join], ids=["torch's", "ours"])
+@on_two_ranks
+def test_after_a_join_that_has_ended_early_a_forward_tells_nobody(make):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+
+    def train():
+        with make([wrapper] if make is Join else wrapper, throw_on_early_termination=True):
+            for step in range(1 + rank):
+                wrapper(data(5, 4, step=step)).sum().backward()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        train()
+    wrapper.zero_grad()
+    if rank == 0:
+        wrapper.finish_grad_sync()  # without a forward, and so without a word of it in the user's group
+    else:
+        square(wrapper, rank)
+    total = torch.tensor([10.0 + rank])
+    dist.all_reduce(total)
+    assert total.item() == 21.0
+
+
+@on_two_ranks
+def test_a_join_leaves_what_is_ignored_alone():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    module.register_parameter("own", torch.nn.Parameter(torch.full((1 + rank,), float(rank))))
+    module.register_buffer("kept", torch.full((2,), float(rank)))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own", "kept"])
+    wrapper = DistributedDataParallel(module)
+    train(wrapper, wrapper.join(), 1 + rank)
+    assert torch.equal(module.own, torch.full((1 + rank,), float(rank)))
+    assert torch.equal(module.kept, torch.full((2,), float(rank)))
+    assert torch.equal(*of_all_ranks(module[0].weight.detach()))
+
+
+@on_two_ranks
+def test_a_disabled_join_leaves_an_optimizer_of_shards_alone():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+    with wrapper.join(enable=False):
+        wrapper(data(5, 4)).sum().backward()
+        optimizer.step()
+    with pytest.raises(UnusableError, match="is not for a model with a DistributedOptimizer"), wrapper.join():
+        pass
 
 
 @on_two_ranks

@@ -39,6 +39,7 @@ from ppe_ddp.engine.replicas import (
     DriftCheck,
     broadcasting,
     broadcasting_buffers,
+    owner_of,
     sources_of,
 )
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
@@ -339,7 +340,7 @@ class BucketSynchronizer(Synchronizer):
         arrivals = [] if backward.silent else backward.arrivals
         yield from self.negotiation.learn(arrivals, backward.recorder)
         if backward.buffers:
-            yield from self._broadcast_buffers(backward, outcome.writers)
+            yield from self._broadcast_buffers(backward, outcome.writers, has_failed=any(statuses))
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
@@ -398,8 +399,11 @@ class BucketSynchronizer(Synchronizer):
         self.clear_shards(set_to_none=True)
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
-    def _broadcast_buffers(self, backward: Backward, writers: bytes) -> Steps:
-        """Broadcast each submodule's buffers from the lowest rank that has written them, by ``writers`` of the vote."""
+    def _broadcast_buffers(self, backward: Backward, writers: bytes, *, has_failed: bool) -> Steps:
+        """Broadcast each submodule's buffers from the lowest rank that has written them, by ``writers`` of the vote.
+
+        A rank that has written buffers keeps its mark if some rank ``has_failed`` and so does not take them.
+        """
         function, buffers = self._policy.broadcast_buffers, backward.take_buffers()
         assert function is not None
         assert backward.agreement is not None
@@ -407,11 +411,16 @@ class BucketSynchronizer(Synchronizer):
         if backward.aborted:  # this rank's module may have changed since, so receive into copies
             past = [buffer.clone() for buffer in buffers.values()]
             yield from broadcasting(function, past, self._groups, sources=sources)
-        else:
-            buffers = {}
-            self._buffer_writes.release()
+            return
+        names, buffers, is_over = tuple(buffers), {}, False
+        self._buffer_writes.release()
+        try:
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
-        self.note_buffers()
+            is_over = not has_failed
+        finally:
+            self.note_buffers()
+            if not is_over:
+                self.mark_buffers(set(compress(dict.fromkeys(map(owner_of, names)), backward.is_writer)))
 
     def go_on_from(self, weights: Weights) -> None:
         """Take over from a synchronizer with other ranks: keep its ``weights``; the first rank sends its buffers."""
