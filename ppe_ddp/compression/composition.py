@@ -27,15 +27,18 @@ class ErrorFeedback(Compressor):
     much, once.
 
     Attributes:
-        compressor: Any compressor but an ErrorFeedback.
+        compressor: Any compressor that has no ErrorFeedback in it.
     """
 
     compressor: Compressor
 
     def __post_init__(self) -> None:
         """Raise for an ErrorFeedback, which would keep residuals twice."""
-        if isinstance(self.compressor, ErrorFeedback):
-            raise TypeError("ErrorFeedback(ErrorFeedback(...)) would add what was not sent twice: one is enough")
+        if self.compressor.has_residual():
+            raise TypeError(f"{self!r} would add what was not sent twice: one ErrorFeedback is enough")
+
+    def has_residual(self, name: str | None = None) -> bool:
+        return True
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.segments:
@@ -100,8 +103,14 @@ class ByParameter(Compressor):
         ordered = sorted(chosen.items())
         yield from together([compressors[k].average(gradients.with_segments(own), link) for k, own in ordered])
 
+    def has_residual(self, name: str | None = None) -> bool:
+        if name is None:
+            return super().has_residual()
+        return [*self.patterns.values(), self.otherwise][self._place(name)].has_residual(name)
+
     def _index(self, segment: Segment) -> int:
-        if segment.numel < self.min_numel:
-            return len(self.patterns) + 1
-        fitting = (k for k, pattern in enumerate(self.patterns) if fits(segment.name, pattern))
+        return len(self.patterns) + 1 if segment.numel < self.min_numel else self._place(segment.name)
+
+    def _place(self, name: str) -> int:
+        fitting = (k for k, pattern in enumerate(self.patterns) if fits(name, pattern))
         return next(fitting, len(self.patterns))

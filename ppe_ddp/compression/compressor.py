@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -217,6 +217,15 @@ class Compressor(ABC):
           failed on some rank or an average is not finite, the old entries are put back.
         """
         ...
+
+    def has_residual(self, name: str | None = None) -> bool:
+        """Whether it keeps what it does not send of the parameter ``name`` (None: of any), as ``ErrorFeedback`` does.
+
+        By default it does if a compressor in one of its fields does, or in a mapping there.
+        """
+        fields = vars(self).values()
+        parts = [one for field in fields for one in (field.values() if isinstance(field, Mapping) else (field,))]
+        return any(part.has_residual(name) for part in parts if isinstance(part, Compressor))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
