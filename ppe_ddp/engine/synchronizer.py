@@ -351,7 +351,7 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
-        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # abandon: this rank has raised
+        self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
         self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
