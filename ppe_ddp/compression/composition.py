@@ -44,16 +44,16 @@ class ErrorFeedback(Compressor):
         if not gradients.segments:
             return
         corrected = torch.empty_like(gradients.given)
-        parts = gradients.views(corrected)
-        torch._foreach_copy_(parts, gradients.views(gradients.given))
-        for segment, part in zip(gradients.segments, parts, strict=True):
+        torch._foreach_copy_(gradients.views(corrected), gradients.views(gradients.given))
+        shaped = [segment.shaped(corrected) for segment in gradients.segments]
+        for segment, part in zip(gradients.segments, shaped, strict=True):
             residual = segment.state.get(RESIDUAL)
-            if residual is not None and residual.shape == part.shape and residual.dtype is part.dtype:
-                part.add_(residual)
+            if residual is not None and residual.shape == part.shape:
+                part.add_(residual.to(part.device))
         yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
         if gradients.keeps:  # the residual is kept here, so the caller must not keep it as well
             torch._foreach_zero_(gradients.views(gradients.given))
-        for segment, part in zip(gradients.segments, parts, strict=True):
+        for segment, part in zip(gradients.segments, shaped, strict=True):
             # A new tensor, since the old one is put back if the step is dropped; a view would keep the bucket alive.
             segment.state[RESIDUAL] = part.clone()
 

@@ -38,6 +38,8 @@ class Segment:
             memory: the first dimension of the parameter by all others. At most 1 for fewer than two dimensions.
         state: The compressors' state of this parameter, kept from step to step, by keys of their own: tensors and plain
             numbers. Part of ``comm_state_dict()``.
+        shape: The shape of the gradient, with a last dimension of 2 if it is complex; empty for one dimension.
+        stride: Its strides, in elements.
     """
 
     name: str
@@ -45,11 +47,18 @@ class Segment:
     numel: int
     rows: int
     state: dict[str, Any]
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
         """The element after the last."""
         return self.start + self.numel
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """This part of ``flat`` in the shape of the gradient: a view."""
+        part = flat[self.start : self.stop]
+        return part.as_strided(self.shape, self.stride) if self.shape else part
 
 
 @dataclass(frozen=True, eq=False)

@@ -163,8 +163,9 @@ def _segments(
         numel = math.prod(shape)
         # The size of the outermost dimension in memory: for a matrix its rows, as stored.
         rows = max(zip(stride, shape, strict=True))[1] if len(shape) > 1 and numel else 1
-        numel *= 2 if is_complex else 1
-        segments.append(Segment(name, start, numel, rows, state.of(name)))
+        if is_complex:
+            numel, shape, stride = 2 * numel, (*shape, 2), (*(2 * step for step in stride), 1)
+        segments.append(Segment(name, start, numel, rows, state.of(name), tuple(shape), stride))
         start += numel
     return tuple(segments)
 
