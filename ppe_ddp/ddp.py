@@ -487,7 +487,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if written := reducer.synchronizer.written_buffers():
             state |= {"written": written, "apart": self._is_apart}
         if compressor is not None:
-            state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups), "apart": self._is_apart}
+            specs = self._module_state.specs
+            state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups, specs), "apart": self._is_apart}
         return state
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
