@@ -13,6 +13,8 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.options import check_call
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ppe_ddp.contracts import CommHook, SyncHook
 
 NOT_GIVEN: Any = object()
@@ -28,8 +30,11 @@ class Hooks:
         self.compressor: Compressor | None = None
         self.comm_state = CommState()  # what the compressor remembers
 
-    def add(self, state: Any, hook: Any) -> RemovableHandle | None:
-        """Add a hook, whose kind the arguments show. Returns a handle for one of pytorch-pfn-extras' kind."""
+    def add(self, state: Any, hook: Any, check: Callable[[Compressor], None]) -> RemovableHandle | None:
+        """Add a hook, whose kind the arguments show. Returns a handle for one of pytorch-pfn-extras' kind.
+
+        ``check`` raises for a compressor that the wrapper cannot take.
+        """
         one = hook if state is NOT_GIVEN else state
         is_alone = hook is NOT_GIVEN or state is NOT_GIVEN
         if isinstance(one, type) and issubclass(one, Compressor):
@@ -47,6 +52,7 @@ class Hooks:
             before = self.compressor or "a hook"
             raise UnusableError(f"a wrapper takes one compressor or one hook of torch's kind, and has {before} already")
         if is_alone:
+            check(one)
             self.compressor = one
         else:
             self.comm = (state, hook)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
     from typing_extensions import Unpack
 
+    from ppe_ddp.compression.compressor import Compressor
     from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
     from ppe_ddp.engine.zero.shards import ShardedModel
     from ppe_ddp.stragglers import RankTime
@@ -158,7 +160,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if dist.is_initialized():
             drops_steps = bool(self._options.check_for_nan_in_grad)
             check_meshes(self.module, module_state.distributed_tensors(), self._group.group(), drops_steps=drops_steps)
+        if self._hooks.compressor is not None:
+            self._check_compressor(module_state, self._hooks.compressor)
         return module_state
+
+    def _check_compressor(self, module_state: ModuleState, compressor: Compressor) -> None:
+        self._options.check_kept(filter(compressor.has_residual, module_state.names))
 
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group call this together."""
@@ -454,8 +461,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind are compared in the
                 next backward, and so is a plug that a single rank has registered.
             RuntimeError: There is a compressor or a hook of torch's kind already.
+            ValueError: The compressor keeps (``ErrorFeedback``) what is averaged where it is used.
         """
-        handle = self._hooks.add(state, hook)
+        handle = self._hooks.add(state, hook, partial(self._check_compressor, self._module_state))
         if handle is None:
             self._use_hooks()
             if self._hooks.compressor is not None and self._reducer is not None:
@@ -479,7 +487,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if written := reducer.synchronizer.written_buffers():
             state |= {"written": written, "apart": self._is_apart}
         if compressor is not None:
-            state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups), "apart": self._is_apart}
+            specs = self._module_state.specs
+            state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups, specs), "apart": self._is_apart}
         return state
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:

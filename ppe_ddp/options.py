@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -162,6 +163,18 @@ class Options:
                 raise ValueError(
                     f"average_where_used: no name of a parameter fits {pattern!r} (the nearest: {', '.join(near)}); "
                     f"for all of a submodule write {pattern.split('.')[0] + '.*'!r}"
+                )
+
+    def check_kept(self, names: Iterable[str]) -> None:
+        """Refuse to keep what is not sent of these parameters, if one is averaged over the ranks that have used it."""
+        patterns = ("*",) if self.where_used is True else self.where_used or ()
+        for name, pattern in product(names, patterns):
+            if fits(name, pattern):
+                raise ValueError(
+                    f"parameter {name!r}: average_where_used multiplies an average by a factor of the ranks that have "
+                    "used the parameter in this step, and what ErrorFeedback adds is of earlier steps, which other "
+                    f"ranks have used: leave it out for these parameters, as ByParameter({{{pattern!r}: "
+                    "Uncompressed()}, otherwise=...) does"
                 )
 
     def check_device(self, device: torch.device | None) -> None:

@@ -503,3 +503,39 @@ def test_long_messages_go_over_gloo_in_pieces(numel, pieces):
     assert rows.shape == (2, 1, numel)
     for rank in range(2):
         assert torch.equal(rows[rank, 0], torch.arange(numel, dtype=torch.float32) + rank)
+
+
+@on_two_ranks
+def test_what_is_kept_follows_a_parameter_into_another_order_of_memory_or_dtype():
+    module = nn.Conv2d(3, 4, 2, bias=False)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.05, min_numel=1)))
+    given = handed = torch.zeros_like(module.weight)
+    changes = {2: {"memory_format": torch.channels_last}, 4: {"memory_format": torch.contiguous_format}}
+    changes[6] = {"dtype": torch.float64}
+    for step in range(9):
+        module.to(**changes.get(step, {}))
+        wrapper.zero_grad()
+        with wrapper.no_sync():
+            wrapper(data(1, 3, 2, 2, rank=dist.get_rank(), step=step).to(module.weight)).pow(2).sum().backward()
+        given = given + module.weight.grad.contiguous()
+        wrapper.finish_grad_sync()
+        handed = handed + module.weight.grad.contiguous()
+    kept = wrapper.comm_state_dict()["parameters"]["weight"]["residual"]
+    lost = given - handed - kept.view_as(given)
+    dist.all_reduce(lost)
+    assert lost.abs().max() < 1e-4 < kept.abs().max()
+
+
+@on_two_ranks
+def test_a_state_has_the_parameters_of_the_module():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.5, min_numel=1)))
+    wrapper(torch.ones(1, 4)).sum().backward()
+    del module[1]
+    wrapper.zero_grad()
+    wrapper(torch.ones(1, 4)).sum().backward()
+    state = wrapper.comm_state_dict()
+    assert set(state["parameters"]) == {"0.weight", "0.bias"}
+    wrapper.load_comm_state_dict(state)

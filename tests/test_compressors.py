@@ -1,6 +1,8 @@
 """Each compressor against a mean that is computed here, on any number of ranks: laws, bounds and exact cases."""
 
+import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -353,8 +355,16 @@ def test_values_that_cannot_be_meant_are_refused(make, message):
 
 
 def test_residuals_are_kept_once():
-    with pytest.raises(TypeError, match="one is enough"):
+    with pytest.raises(TypeError, match="one ErrorFeedback is enough"):
         ErrorFeedback(ErrorFeedback(Sign()))
+    for compressor in (
+        WarmUp(ErrorFeedback(Sign()), 2),
+        WarmUp(Sign(), 2, before=ErrorFeedback(Int8())),
+        ByParameter({"*": ErrorFeedback(Sign())}),
+        ByParameter({}, WarmUp(ErrorFeedback(Sign()), 2)),
+    ):
+        with pytest.raises(TypeError, match="one ErrorFeedback is enough"):
+            ErrorFeedback(compressor)
 
 
 @pytest.mark.parametrize(
@@ -375,3 +385,12 @@ def test_error_feedback_converges_where_the_bare_compressor_does_not(compressor,
 
     assert distance(ErrorFeedback(compressor)) < 0.05
     assert distance(compressor) > 0.3
+
+
+@pytest.mark.parametrize("numel", [20, 60])
+def test_topk_sends_any_number_of_values_with_wide_indices(numel, monkeypatch):
+    expected, found = (Simulation(TopK(0.05, min_numel=1), {"w": torch.Size([numel])}, 2) for _ in range(2))
+    given = drawn(expected.shapes, 2)
+    want = expected.average(copy.deepcopy(given))
+    monkeypatch.setattr(torch, "iinfo", lambda _: SimpleNamespace(max=numel - 1))
+    assert torch.equal(found.average(given)["w"], want["w"])

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from one_process import data, mlp, of_all_ranks, seeded
 from ppe_ddp.compression import ErrorFeedback, Int8, PowerSGD, TopK
-from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig
+from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, ParallelGroups
 from rank_tests import on_two_ranks
 
 
@@ -62,3 +63,35 @@ def test_no_compressor_no_state():
     model.load_comm_state_dict([{}])
     with pytest.raises(ValueError, match="no compressor that could take a state"):
         model.load_comm_state_dict([{"rank": 0}])
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.expert = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+        self.expert.weight.allreduce = False
+
+    def forward(self, x, y):
+        return self.dense(x).sum() + self.expert(y).sum()
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["one optimizer skips", "that of the dense steps"])
+@on_two_ranks
+def test_a_step_that_is_not_finite_in_experts_leaves_what_was_kept_of_dense_parameters(steps):
+    groups = ParallelGroups(data=dist.new_group([0, 1]), expert=dist.new_group([0, 1]))
+    compressor, module = ErrorFeedback(TopK(0.25, min_numel=1)), Towers()
+    model = DistributedDataParallel(
+        None, DistributedDataParallelConfig(), module, reduce_function=compressor, groups=groups
+    )
+    updated = [[module.dense.weight], [module.expert.weight]] if steps else [list(module.parameters())]
+    optimizers = [torch.optim.SGD(own, lr=0.1) for own in updated]
+    for x, y in (([8.0, 4.0, 0.0, 0.0], torch.inf), ([0.0] * 4, 1.0)):
+        model.zero_grad_buffer()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(model(torch.tensor([x]), torch.full((1, 4), y))).backward()
+        model.finish_grad_sync()
+        for parameter in module.parameters():
+            parameter.grad = parameter.main_grad
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    assert module.dense.weight.main_grad.tolist() == [[0.0, 4.0 if steps else 0.0, 0.0, 0.0]]

@@ -467,3 +467,56 @@ def test_what_was_not_sent_of_gradients_is_not_added_to_parameters_nor_the_rever
             wrapper.load_comm_state_dict(state)
         steps(1, factor=1e-8)
         assert all(parameter.grad.abs().max() < 1e-6 for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_parameters_that_the_wrapper_ignores_are_each_ranks_own(method):
+    module = seeded(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight"]
+    wrapper, own = DistributedDataParallel(module), module[1].weight
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    method(wrapper, optimizer, every=1)
+    wrapper(data(3, 2)).sum().backward()
+    expected = own.detach() - 0.1 * own.grad
+    optimizer.step()
+    torch.testing.assert_close(own.detach(), expected)
+    assert own.grad is not None
+    assert module[0].weight.grad is None
+
+
+@on_two_ranks
+def test_a_parameter_that_was_removed_leaves_no_momentum_and_nothing_to_save():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapper = DistributedDataParallel(module)
+    outer = DiLoCo(wrapper, optimizer, every=1)
+
+    def step():
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["params"] = list(module.parameters())
+        wrapper(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    step()
+    removed = module.pop(1)
+    step()
+    module.append(copy.deepcopy(removed))
+    before = module[1].bias.detach().clone()
+    step()
+    torch.testing.assert_close(module[1].bias.detach(), before - 0.7 * (0.1 + 0.9 * 0.1))
+    module.pop(1)
+    outer.load_state_dict(outer.state_dict())
+
+
+@on_two_ranks
+def test_two_outer_steps_of_one_parameter_are_refused():
+    shared = nn.Linear(2, 2)
+    first, second = (DistributedDataParallel(nn.Sequential(shared, nn.Tanh())) for _ in range(2))
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    outer = DiLoCo(first, optimizer, every=1)
+    with pytest.raises(ValueError, match=r"'0.weight' .* two outer steps"):
+        DiLoCo(second, optimizer, every=1)
+    assert second.require_backward_grad_sync
+    outer.stop()
+    DiLoCo(second, optimizer, every=1)

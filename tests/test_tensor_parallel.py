@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from one_process import seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp.compression import ErrorFeedback, TopK
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
@@ -229,3 +230,29 @@ def test_what_cannot_work_says_so():
     model = DistributedDataParallel(net, process_group=mesh["dp"].get_group(), reduce_function=keep)
     with pytest.raises(ValueError, match=r"the gradient of parameter 'head.weight' has .*Replicate.*Shard"):
         model.finish_grad_sync()
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x, y):
+        return self.one(x).sum() + self.other(y).sum()
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@on_two_ranks
+def test_what_a_compressor_keeps_is_that_of_the_optimizer_that_steps(steps):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    module = parallelize_module(Towers(), mesh["tp"], {"one": ColwiseParallel(), "other": ColwiseParallel()})
+    wrapper = DistributedDataParallel(module, device_mesh=mesh["dp"])
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.25, min_numel=1)))
+    optimizers = [torch.optim.SGD(own.parameters(), lr=0.1) for own in (module.one, module.other)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(wrapper(torch.full((1, 4), torch.inf), torch.tensor([[8.0, 4.0, 0.0, 0.0]]))).backward()
+    for optimizer in optimizers if steps else optimizers[:1]:
+        scaler.step(optimizer)
+    wrapper.zero_grad()
+    wrapper(torch.ones(1, 4), torch.zeros(1, 4)).backward()
+    assert module.other.weight.grad.to_local().tolist() == [[0.0, 4.0 if steps else 0.0, 0.0, 0.0]]

@@ -20,7 +20,7 @@ from ppe_ddp import (
     megatron,
     weigh,
 )
-from ppe_ddp.compression import Int8, Uncompressed
+from ppe_ddp.compression import ByParameter, ErrorFeedback, Int8, TopK, Uncompressed, WarmUp
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.waiting import progress_engine
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -650,3 +650,35 @@ def test_a_graph_that_communicates():
     (loss,) = losses_of([output], SumOfRanks.apply(output.mean()) / 2)
     weigh(loss, counts[rank]).backward()
     assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_a_compressor_keeps_nothing_of_what_is_averaged_where_used():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used="2.*")
+    keeping = ErrorFeedback(TopK(0.5))
+    for compressor in (keeping, WarmUp(keeping, 2), ByParameter({"0.*": TopK(0.5)}, keeping)):
+        with pytest.raises(ValueError, match=r"'2\.weight'.*average_where_used.*ByParameter\(\{'2\.\*'"):
+            wrapper.register_comm_hook(compressor)
+    wrapper.register_comm_hook(ByParameter({"0.*": keeping, "2.0.*": keeping}))
+    loss_of(wrapper, dist.get_rank()).backward()
+    assert wrapper.module[2].weight.grad is not None
+    wrapper.module[2] = nn.Sequential(wrapper.module[2])  # its parameters have other names now
+    with pytest.raises(ValueError, match=r"'2\.0\.weight'"):
+        loss_of(wrapper, dist.get_rank())
+
+
+@pytest.mark.parametrize("where_used", [False, "1.*"])
+@on_two_ranks
+def test_what_a_compressor_keeps_in_a_join_has_the_divisor_of_its_step(where_used):
+    module = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1))
+    nn.init.ones_(module[1].weight)
+    wrapper = DistributedDataParallel(module, average_where_used=where_used)
+    wrapper.register_comm_hook(ByParameter({"0.*": ErrorFeedback(TopK(0.25, min_numel=1))}))
+    averages, inputs = [], [[8.0, 4.0, 0.0, 0.0], [0.0] * 4, [2.0, 0.0, 0.0, 0.0]]
+    with wrapper.join(divide_by_initial_world_size=False):
+        for x in inputs[: 1 if dist.get_rank() else 3]:
+            wrapper.zero_grad()
+            wrapper(torch.tensor([x])).sum().backward()
+            averages.append(module[0].weight.grad.flatten().tolist())
+            assert module[1].bias.grad.item() == 1
+    assert averages == [[8.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]][: len(averages)]

@@ -153,10 +153,11 @@ class CommState:
         """A seed for this bucket in this step, the same on every rank."""
         return (groups.taken * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
 
-    def state_dict(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:
-        """A copy of the state, of tensors and plain values."""
+    def state_dict(self, compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
+        """A copy of the state, of tensors and plain values; without that of parameters that are no longer there."""
         self.decide()
-        parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in self._of.items()}
+        states = {spec.name: self._of.get(spec.name) for spec in specs}
+        parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in states.items() if own}
         return {
             **self._identity(compressor, groups),
             "steps": groups.taken,
@@ -169,7 +170,7 @@ class CommState:
     ) -> None:
         """Load a :meth:`state_dict`; raises for that of another compressor, rank, job or module."""
         if "buckets" in state and "compressor" not in state:  # saved without a compressor, so without its state
-            state = {**self.state_dict(compressor, groups), "parameters": {}}
+            state = self.state_dict(compressor, groups, ())
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(

@@ -27,30 +27,33 @@ class ErrorFeedback(Compressor):
     much, once.
 
     Attributes:
-        compressor: Any compressor but an ErrorFeedback.
+        compressor: Any compressor that has no ErrorFeedback in it.
     """
 
     compressor: Compressor
 
     def __post_init__(self) -> None:
         """Raise for an ErrorFeedback, which would keep residuals twice."""
-        if isinstance(self.compressor, ErrorFeedback):
-            raise TypeError("ErrorFeedback(ErrorFeedback(...)) would add what was not sent twice: one is enough")
+        if self.compressor.has_residual():
+            raise TypeError(f"{self!r} would add what was not sent twice: one ErrorFeedback is enough")
+
+    def has_residual(self, name: str | None = None) -> bool:
+        return True
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         if not gradients.segments:
             return
         corrected = torch.empty_like(gradients.given)
-        parts = gradients.views(corrected)
-        torch._foreach_copy_(parts, gradients.views(gradients.given))
-        for segment, part in zip(gradients.segments, parts, strict=True):
+        torch._foreach_copy_(gradients.views(corrected), gradients.views(gradients.given))
+        shaped = [segment.shaped(corrected) for segment in gradients.segments]
+        for segment, part in zip(gradients.segments, shaped, strict=True):
             residual = segment.state.get(RESIDUAL)
-            if residual is not None and residual.shape == part.shape and residual.dtype is part.dtype:
-                part.add_(residual)
+            if residual is not None and residual.shape == part.shape:
+                part.add_(residual.to(part.device))
         yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
         if gradients.keeps:  # the residual is kept here, so the caller must not keep it as well
             torch._foreach_zero_(gradients.views(gradients.given))
-        for segment, part in zip(gradients.segments, parts, strict=True):
+        for segment, part in zip(gradients.segments, shaped, strict=True):
             # A new tensor, since the old one is put back if the step is dropped; a view would keep the bucket alive.
             segment.state[RESIDUAL] = part.clone()
 
@@ -100,8 +103,14 @@ class ByParameter(Compressor):
         ordered = sorted(chosen.items())
         yield from together([compressors[k].average(gradients.with_segments(own), link) for k, own in ordered])
 
+    def has_residual(self, name: str | None = None) -> bool:
+        if name is None:
+            return super().has_residual()
+        return [*self.patterns.values(), self.otherwise][self._place(name)].has_residual(name)
+
     def _index(self, segment: Segment) -> int:
-        if segment.numel < self.min_numel:
-            return len(self.patterns) + 1
-        fitting = (k for k, pattern in enumerate(self.patterns) if fits(segment.name, pattern))
+        return len(self.patterns) + 1 if segment.numel < self.min_numel else self._place(segment.name)
+
+    def _place(self, name: str) -> int:
+        fitting = (k for k, pattern in enumerate(self.patterns) if fits(name, pattern))
         return next(fitting, len(self.patterns))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Segment:
             memory: the first dimension of the parameter by all others. At most 1 for fewer than two dimensions.
         state: The compressors' state of this parameter, kept from step to step, by keys of their own: tensors and plain
             numbers. Part of ``comm_state_dict()``.
+        shape: The shape of the gradient, with a last dimension of 2 if it is complex; empty for one dimension.
+        stride: Its strides, in elements.
     """
 
     name: str
@@ -45,11 +47,18 @@ class Segment:
     numel: int
     rows: int
     state: dict[str, Any]
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
         """The element after the last."""
         return self.start + self.numel
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """This part of ``flat`` in the shape of the gradient: a view."""
+        part = flat[self.start : self.stop]
+        return part.as_strided(self.shape, self.stride) if self.shape else part
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +226,15 @@ class Compressor(ABC):
           failed on some rank or an average is not finite, the old entries are put back.
         """
         ...
+
+    def has_residual(self, name: str | None = None) -> bool:
+        """Whether it keeps what it does not send of the parameter ``name`` (None: of any), as ``ErrorFeedback`` does.
+
+        By default it does if a compressor in one of its fields does, or in a mapping there.
+        """
+        fields = vars(self).values()
+        parts = [one for field in fields for one in (field.values() if isinstance(field, Mapping) else (field,))]
+        return any(part.has_residual(name) for part in parts if isinstance(part, Compressor))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

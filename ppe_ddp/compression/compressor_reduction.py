@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module import ModuleState
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -70,17 +71,25 @@ class CompressorReduction(Reduction):
         super().note_sparse(name, average)
         self._sparse.append(average.values())
 
-    def commit(self) -> None:
+    def has_finite_averages(self) -> bool:
+        """Whether all averages are finite."""
+        return are_finite([*self._sparse, *(bucket.buffer() for bucket in self._started)])
+
+    def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
         """Commit the state; if an average is not finite, restore it for parameters that no optimizer updates."""
+        if is_finite is None:
+            is_finite = self._state.is_empty or self.has_finite_averages()
         started, self._started = self._started, []
-        sparse, self._sparse = self._sparse, []
+        self._sparse.clear()
         self._groups.taken += 1
-        if self._state.is_empty or are_finite([*sparse, *(bucket.buffer() for bucket in started)]):
+        if is_finite:
             self._state.commit()
             return
-        members = [one for bucket in started for one in zip(bucket.names(), bucket.parameters(), bucket, strict=True)]
-        wrong = {name for name, _, average in members if not are_finite([average])}
-        self._state.put_back_unless_stepped({name: one for name, one, _ in members if name not in wrong})
+        averages = [one for bucket in started for one in zip(bucket.names(), bucket, strict=True)]
+        finite = {name for name, _ in averages} - {name for name, average in averages if not are_finite([average])}
+        # Those of the module, as an optimizer has them: a bucket has the local tensors of DTensors.
+        parameters = zip(module_state.names, module_state.parameters, strict=True)
+        self._state.put_back_unless_stepped({name: one for name, one in parameters if name in finite})
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending``; returns the bytes that this rank has sent, see :attr:`Link.nbytes`."""
@@ -154,8 +163,9 @@ def _segments(
         numel = math.prod(shape)
         # The size of the outermost dimension in memory: for a matrix its rows, as stored.
         rows = max(zip(stride, shape, strict=True))[1] if len(shape) > 1 and numel else 1
-        numel *= 2 if is_complex else 1
-        segments.append(Segment(name, start, numel, rows, state.of(name)))
+        if is_complex:
+            numel, shape, stride = 2 * numel, (*shape, 2), (*(2 * step for step in stride), 1)
+        segments.append(Segment(name, start, numel, rows, state.of(name), tuple(shape), stride))
         start += numel
     return tuple(segments)
 

@@ -8,7 +8,7 @@ that no rank has changed costs nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppe_ddp.torch_internals import take_scale, tell_of_skipped_steps, uncompiled
+from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -105,6 +105,15 @@ class OuterSteps:
         """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
         return self.module in (module, getattr(module, "module", None))
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the wrapper averages, by name, each once."""
+        ignored: Collection[str] = getattr(self.module, IGNORED_NAMES, ())
+        names: dict[nn.Parameter, str] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name not in ignored:
+                names.setdefault(parameter, name)
+        return {name: parameter for parameter, name in names.items()}
+
     @uncompiled
     def _begin_inner_step(self) -> None:
         if self._is_restored:
@@ -120,7 +129,7 @@ class OuterSteps:
             if module not in self._watched:
                 self._watched.add(module)
                 self._handles.append(module.register_load_state_dict_pre_hook(self._loaded))
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._parameters().items():
             known = self._last.get(name)
             if known is not None and known[0] is not parameter:
                 self._velocity.pop(name, None)
@@ -161,8 +170,9 @@ class OuterSteps:
         try:
             try:
                 self._begin_inner_step()
-                parameters = dict(self.module.named_parameters())
+                parameters = self._parameters()
                 self._last = {name: self._last[name] for name in parameters if name in self._last}
+                self._velocity = {name: self._velocity[name] for name in parameters if name in self._velocity}
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
             except BaseException as error:
@@ -189,7 +199,7 @@ class OuterSteps:
 
         Each new value is kept before it is written, so that an interrupt between both does no harm.
         """
-        parameters = dict(self.module.named_parameters()) if self._next or self._averages else {}
+        parameters = self._parameters() if self._next or self._averages else {}
         while self._next or self._averages:
             if self._next is None:
                 name, change = next(iter(self._averages.items()))
@@ -230,15 +240,16 @@ class OuterSteps:
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
         self._remember()
+        names = self._parameters().keys()
         return {
             "steps": self._steps,
-            "last": {name: value.clone() for name, (_, value) in self._last.items()},
-            "velocity": {name: value.clone() for name, value in self._velocity.items()},
+            "last": {name: value.clone() for name, (_, value) in self._last.items() if name in names},
+            "velocity": {name: value.clone() for name, value in self._velocity.items() if name in names},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict`; the current parameters of each rank are loaded separately."""
-        parameters = dict(self.module.named_parameters())
+        parameters = self._parameters()
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:
             raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")

@@ -74,15 +74,17 @@ class TopK(Sparsification):
         if gradients.keeps:
             given[indices] = 0
         narrow = torch.int32 if given.numel() <= torch.iinfo(torch.int32).max else torch.int64
-        # Pad the indices to words of the values' size, so that the row of each rank is aligned.
-        words = indices.to(narrow)
-        per_value = max(1, values.element_size() // words.element_size())
-        words = pad(words, (0, -len(words) % per_value)).view(values.dtype)
-        rows = yield from link.all_gather(torch.cat([values, words]))
+        # Pad values and indices to whole words of the other's size, so that the row of each rank is aligned.
+        count, words = len(values), indices.to(narrow)
+        words, values = (
+            pad(one, (0, -count % max(1, other.element_size() // one.element_size())))
+            for one, other in ((words, values), (values, words))
+        )
+        rows = yield from link.all_gather(torch.cat([values, words.view(values.dtype)]))
         torch._foreach_zero_(gradients.views(gradients.average))
         for row in rows:  # rank by rank: no index occurs twice in one row, so the order of additions is fixed
-            places = row[len(values) :].view(narrow)[: len(values)]
-            gradients.average.index_add_(0, places, row[: len(values)] * (1.0 / link.size))
+            places = row[len(values) :].view(narrow)[:count]
+            gradients.average.index_add_(0, places, row[:count] * (1.0 / link.size))
 
 
 def largest(values: Tensor, count: int) -> Tensor:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
     from ppe_ddp.engine.groups import Groups
+    from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.plan import BucketPlan
 
 logger = logging.getLogger("ppe_ddp")
@@ -168,8 +169,15 @@ class Reduction(ABC):
         """Abandon the step after a failure: nothing of it will be waited for any more."""
         return
 
-    def commit(self) -> None:
-        """Commit the step, which all ranks take: nothing of it will be put back."""
+    def has_finite_averages(self) -> bool:
+        """Whether all averages of a compressor are finite."""
+        return True
+
+    def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
+        """Commit the step of ``module_state``, which all ranks take: nothing of it will be put back.
+
+        Unless it ``is_finite`` (None: looks for itself), an optimizer may skip it, and its parameters are as before.
+        """
         return
 
     def note_sparse(self, name: str, _average: Tensor) -> None:

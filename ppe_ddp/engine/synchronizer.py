@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.module import ModuleState
+    from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
     from ppe_ddp.errors import NonFiniteGradientError
@@ -277,6 +278,9 @@ class BucketSynchronizer(Synchronizer):
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
         weight = self.weights.factor(answer.weights) if answer.weights.strip(UNWEIGHTED_BYTES) else None
+        if self.scale_by_active and weight is None and self.reduction.sends_kept:
+            # What is kept from this step is added to one with other ranks, so it must have the factor of this step.
+            weight = self._factor_by_active(answer)
         if backward.turn is not None:
             backward.turn.agree(answer.apart)
         views = self._policy.views and not self.gradients.stays_in_place
@@ -348,7 +352,7 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
-        (self.reduction.abandon if any(statuses) else self.reduction.commit)()  # abandon: this rank has raised
+        self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
         self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
@@ -515,11 +519,16 @@ class BucketSynchronizer(Synchronizer):
         agreement, factors = backward.agreement, {}
         assert agreement is not None
         if self.scale_by_active and backward.weight is None:
-            factor = self._groups.world_size / max(1, sum(agreement.statuses))
-            factors = dict.fromkeys(range(len(self._nothing)), factor)
+            factors = dict.fromkeys(range(len(self._nothing)), self._factor_by_active(agreement))
         if self._where_used is not None:
-            factors |= self._where_used.factors(users, agreement.weights)
+            used = self._where_used.factors(users, agreement.weights)
+            if backward.weight and self.scale_by_active and not agreement.weights.strip(UNWEIGHTED_BYTES):
+                used = {i: factor / backward.weight for i, factor in used.items()}  # applied as they were packed
+            factors |= used
         return factors
+
+    def _factor_by_active(self, agreement: Agreement) -> float:
+        return float(self._groups.world_size / max(1, sum(agreement.statuses)))
 
     def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
         """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""

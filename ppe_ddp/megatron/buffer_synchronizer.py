@@ -364,8 +364,11 @@ class BufferSynchronizer(Synchronizer):
         if any(map(any, statuses)):
             self.put_back(backward)  # all ranks drop the step
         else:
+            # A scaler skips the step of an optimizer that has parameters of both groups.
+            is_finite = all(group.comm_state.is_empty for group in groups)
+            is_finite = is_finite or all([group.reduction.has_finite_averages() for group in groups])
             for group in groups:
-                group.reduction.commit()
+                group.reduction.commit(group.module_state, is_finite=is_finite)
             schedule.hand_over(lambda _indices, _averages: None)  # averages() has written them into main_grad
             for group, second in repairs:
                 second.hand_over(partial(self._add_averages, group))

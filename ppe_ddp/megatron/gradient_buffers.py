@@ -345,7 +345,7 @@ class ReductionGroup:
         """A copy of the compressor's state on this rank; empty without a compressor."""
         if not isinstance(self.reduction, CompressorReduction):
             return {}
-        return self.comm_state.state_dict(self.reduction.compressor, self.groups)
+        return self.comm_state.state_dict(self.reduction.compressor, self.groups, self.module_state.specs)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`comm_state_dict`; raises for the state of another rank, module or compressor."""

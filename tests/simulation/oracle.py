@@ -413,7 +413,7 @@ def _are_same(first, second):
 
 def _mean_of(tables, name, like):
     """The mean over the ranks of what is kept for one parameter."""
-    kept = [table[name].view(-1).as_strided(like.shape, like.stride()) for table in tables if name in table]
+    kept = [table[name].reshape(like.shape) for table in tables if name in table]
     return sum(kept, torch.zeros_like(like)) / len(tables)
 
 
