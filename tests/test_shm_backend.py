@@ -143,6 +143,19 @@ def test_what_is_small_goes_directly_where_the_group_is_for_control():
     assert [options.direct_up_to(size) for size in (2, 16, 17)] == [most, most, 0]
 
 
+@on_three_ranks
+def test_the_default_dtype_changes_nothing():
+    group, rank = shm_group(), dist.get_rank()
+    torch.set_default_dtype(torch.bfloat16 if rank else torch.float64)
+    try:
+        total = torch.full((1000,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
+        dist.all_reduce(total, group=group)
+        dist.barrier(group)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert total.unique().tolist() == [258]  # 256 + 1 is 256 in bfloat16
+
+
 @on_two_ranks
 def test_on_one_node_memory_shows_who_has_given_up():
     assert shm_group()._waits.sees_every_rank
