@@ -32,7 +32,7 @@ LEAST_MS = 1.0
 _JUDGED_EVERY = 4
 _PER_DOUBLING = 8
 _DECODED = [math.nan, *(2 ** (code / _PER_DOUBLING) / 1e3 for code in range(255))]  # milliseconds
-_MILLIS = torch.tensor(_DECODED, device="cpu")
+_MILLIS = torch.tensor(_DECODED, dtype=torch.float32, device="cpu")
 # The lower limit of each code from 1 to 255, in nanoseconds; a time gets the nearest code on the logarithmic scale.
 _LIMITS = [-math.inf, *(1e3 * 2 ** ((code - 0.5) / _PER_DOUBLING) for code in range(1, 255))]
 

@@ -180,6 +180,10 @@ class ProgressEngine:
         """Advance all groups once, without waiting."""
         if not self._groups:
             return
+        if torch.is_inference_mode_enabled():  # tensors made in it could not be written outside of it, by a later call
+            with torch.inference_mode(False):
+                self.progress()
+            return
         with self.lock:
             if self._is_advancing:  # called by a group that is being advanced
                 return

@@ -2,6 +2,8 @@
 
 import functools
 import gc
+import itertools
+import math
 import os
 
 import pytest
@@ -105,6 +107,27 @@ def shared_parts_that_overlap_otherwise():
         whole = given(torch.zeros(size * 5_000))
         group.all_gather_single(whole, whole[1 : 1 + 5_000].fill_(rank)).wait()
         assert_same(whole, torch.arange(float(size)).repeat_interleave(5_000), "all-gather")
+
+
+@check(ranks=2)
+def inference_mode():
+    """Tensors made in it, before or after others, and waited for outside of it, as in validation between epochs."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wanted = {"AVG": (size + 1) / 2, "PRODUCT": math.factorial(size)}
+    for group, is_inside, dtype in itertools.product(
+        (dist.new_group(pg_options=dist.group.WORLD.pg_options), shared_group(2)),
+        (True, False, True),
+        (torch.float32, torch.bfloat16),
+    ):
+        kept = in_shared_memory(torch.zeros(5_000, dtype=dtype), group)
+        for name, result in wanted.items():
+            made = options(dist.AllreduceOptions(), name)
+            with torch.inference_mode(is_inside):
+                tensors = [torch.empty(4_000, dtype=dtype), torch.empty((4, 3), dtype=dtype).t(), kept]
+                works = [group.allreduce([tensor.fill_(rank + 1)], made) for tensor in tensors]
+            for work, tensor in zip(works, tensors, strict=True):
+                work.wait()
+                assert tensor.unique().tolist() == [result]
 
 
 @check(ranks=2)

@@ -243,6 +243,22 @@ def test_each_new_tensor_names_its_device():
     assert unnamed == []
 
 
+def test_each_new_tensor_without_values_names_its_dtype():
+    """Nor must torch.set_default_dtype() change it; what requires a gradient is floating-point in any case."""
+    unnamed = [
+        f"{path.relative_to(ROOT)}:{call.lineno}: torch.{call.func.attr}"
+        for path in FILES
+        if path.parent.name not in ("cli", "testing")
+        for call in nodes_of(path)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
+        if getattr(call.func.value, "id", "") == "torch"
+        if call.func.attr in ("empty", "zeros", "ones", "rand", "randn")
+        if not any(keyword.arg in ("dtype", "requires_grad") for keyword in call.keywords)
+        if "meta" not in ast.unparse(call)
+    ]
+    assert unnamed == []
+
+
 def test_nothing_is_pickled_between_ranks_or_loaded_by_a_pickle():
     assert set(pickles.pickles_in(ROOT)) == set(pickles.ALLOWED)
 

@@ -21,6 +21,7 @@ from mpi_check_collectives import all_gather_single
 from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel
 from ppe_ddp.backends.group_internals import registered_groups
 from ppe_ddp.backends.shared_memory import shared_group, shared_reservation
+from ppe_ddp.backends.shared_memory.shared_steps import AllReduceStep
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.testing import RankError, Ranks
@@ -141,6 +142,40 @@ def test_what_is_small_goes_directly_where_the_group_is_for_control():
         dist.all_reduce(total, dist.ReduceOp.AVG, group=groups[True])
         assert total.tolist() == [2.5, 2.0]
     assert [options.direct_up_to(size) for size in (2, 16, 17)] == [most, most, 0]
+
+
+@on_three_ranks
+def test_the_default_dtype_changes_nothing():
+    group, rank = shm_group(), dist.get_rank()
+    torch.set_default_dtype(torch.bfloat16 if rank else torch.float64)
+    try:
+        total = torch.full((1000,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
+        dist.all_reduce(total, group=group)
+        dist.barrier(group)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert total.unique().tolist() == [258]  # 256 + 1 is 256 in bfloat16
+
+
+@on_two_ranks
+def test_a_rank_that_is_interrupted_while_it_sums_does_not_sum_twice():
+    group, total, act = shm_group(), torch.ones(1000), AllReduceStep.act
+
+    def interrupted_act(*arguments):
+        act(*arguments)
+        AllReduceStep.act = act
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 0:
+        dist.barrier()
+        AllReduceStep.act = interrupted_act
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(total, group=group)
+    else:
+        work = dist.all_reduce(total, group=group, async_op=True)
+        dist.barrier()
+        with pytest.raises(CommunicationError, match="its part in shared memory failed: KeyboardInterrupt"):
+            work.wait()
 
 
 @on_two_ranks

@@ -83,7 +83,7 @@ class HostMemory:
     def input(self, tensor: Tensor) -> Tensor:
         """The tensor, if the wire can read its memory, else a contiguous copy (for CUDA in pinned memory)."""
         if self._is_own(tensor):
-            return tensor.data  # so that autograd does not see the write, as with a backend in C++
+            return _memory_of(tensor)
         host = self._empty(tensor, tensor.shape)
         host.copy_(tensor.detach(), non_blocking=True)
         _synchronize(tensor)
@@ -91,7 +91,7 @@ class HostMemory:
 
     def output(self, tensor: Tensor) -> Tensor:
         """Memory of the tensor's size that the wire can write: its own if possible."""
-        return tensor.data if self._is_own(tensor) else self._empty(tensor, tensor.shape)
+        return _memory_of(tensor) if self._is_own(tensor) else self._empty(tensor, tensor.shape)
 
     def flat(self, tensors: Sequence[Tensor]) -> Tensor:
         """New memory for all ``tensors``, one after another; empty if there are none."""
@@ -111,7 +111,7 @@ class HostMemory:
     def copy_back(self, tensor: Tensor, host: Tensor) -> None:
         """Copy the result from ``host`` to the user's ``tensor``, unless it is the same memory; in stream order."""
         if host.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(host.view(tensor.shape), non_blocking=True)
+            _copy_to(tensor, host.view(tensor.shape))
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
         is_staged = tensor.is_cuda and not self._gpu_aware
@@ -143,7 +143,7 @@ def pack(flat: Tensor, tensors: Sequence[Tensor]) -> Tensor:
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the parts of ``flat``, one after another, to ``tensors``."""
     for part, tensor in zip(_parts_of(flat, tensors), tensors, strict=True):
-        tensor.detach().copy_(part, non_blocking=True)
+        _copy_to(tensor, part)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -155,6 +155,25 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two contiguous tensors share memory: torch allows it for input and output, and MPI forbids it."""
     start, begin = one.data_ptr(), other.data_ptr()
     return start < begin + other.nbytes and begin < start + one.nbytes
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory, whose writes autograd does not see, as with a backend in C++.
+
+    It can be written outside of inference mode also where ``tensor`` was made in it.
+    """
+    if tensor.is_inference():
+        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.data
+
+
+def _copy_to(tensor: Tensor, source: Tensor) -> None:
+    if tensor.is_inference():
+        with torch.inference_mode():
+            tensor.copy_(source, non_blocking=True)
+    else:
+        tensor.detach().copy_(source, non_blocking=True)
 
 
 def _parts_of(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -183,7 +183,8 @@ class Collectives:
 
         work = None
         if self.shared is not None:
-            work = self.shared.start("all_reduce", torch.zeros(1, device="cpu"), kind=_Kind.MAX)
+            sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            work = self.shared.start("all_reduce", sign, kind=_Kind.MAX)
         return work or self._begin("barrier", steps())
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:

@@ -18,6 +18,7 @@ from itertools import repeat, starmap
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, device
 from torch.distributed import ProcessGroup, ReduceOp
 
@@ -304,6 +305,9 @@ class PendingGroup(CollectiveGroup):
     def _message(
         self, what: str, call: Callable[..., Work], tensors: list[Tensor], peer: int | None, tag: int
     ) -> TorchWork:
+        if torch.is_inference_mode_enabled():  # see ProgressEngine.progress()
+            with torch.inference_mode(False):
+                return self._message(what, call, tensors, peer, tag)
         self._check_open(what)
         if len(tensors) != 1:
             raise ValueError(f"a message is one tensor, not {len(tensors)}")
@@ -361,6 +365,9 @@ class PendingGroup(CollectiveGroup):
         return combined(works, self._waits)
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> TorchWork:
+        if torch.is_inference_mode_enabled():  # see ProgressEngine.progress()
+            with torch.inference_mode(False):
+                return self._run(what, call, rows, result)
         self._check_open(what)
         if self._comparison is not None:
             work = self._comparison.append(call, list(rows))

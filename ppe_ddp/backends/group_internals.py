@@ -324,7 +324,7 @@ def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
         is_gloo = dist.is_gloo_available() and isinstance(gloo, dist.ProcessGroupGloo)
         for peer in set(range(group.size())) - {group.rank()} if is_gloo else ():
             with suppress(RuntimeError):  # this connection may be closed while others are open
-                receives.append(gloo.recv([torch.empty(1, device="cpu")], peer, UNSENT_TAG))
+                receives.append(gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, UNSENT_TAG))
 
     def abort() -> None:
         for receive in receives:

@@ -284,6 +284,9 @@ class Work(PythonWork):
         """Whether it has ended, with or without an error; does not advance other operations."""
         if self._is_settled:
             return True
+        if torch.is_inference_mode_enabled():  # see ProgressEngine.progress()
+            with torch.inference_mode(False):
+                return self.done()
         with self._lock:
             if not self._is_settled:
                 try:

@@ -228,7 +228,7 @@ def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references:
 def _references(buffer: Tensor) -> int:
     """The number of Python references to a tensor that a graph holds, including the caller's."""
     with torch.enable_grad():
-        sample = torch.zeros((), device="cpu")
+        sample = torch.zeros((), dtype=torch.float32, device="cpu")
         _graph = torch.zeros((), requires_grad=True, device="cpu") * sample
     # The count may include a reference of torch's, depending on its version. The sample, held alike, cancels it out.
     return getrefcount(buffer) - getrefcount(sample)

@@ -397,7 +397,7 @@ class ModelParallel:
     def confirm(self) -> None:
         """Wait until all ranks have come here, if any has summed gradients, so that all take the step or none does."""
         for groups in self._distinct if self._sums else ():
-            word = torch.zeros(1, device="cpu")
+            word = torch.zeros(1, dtype=torch.uint8, device="cpu")
             start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
             self.communicate(groups, start, word.device)
 

@@ -91,8 +91,8 @@ class MpiProcessGroup(PendingGroup):
     numbers, or the wait ends at the timeout.
 
     Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of MPI, a timeout). The group cannot be used after that. After an interrupted wait (Ctrl-C)
-    the collective is still in flight.
+    (``abort()``, an error of MPI, a timeout). The group cannot be used after that. An interrupt (Ctrl-C) gives the
+    group up if it comes while this rank does its part; else the collective is still in flight.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. Dtypes that MPI cannot
     sum (float16, bfloat16, float8) are summed in float32 and rounded once.

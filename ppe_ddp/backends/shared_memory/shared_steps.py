@@ -75,12 +75,12 @@ class Scratch:
     """Memory in which half precision is summed in float32, kept from step to step."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, device="cpu")
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def take(self, numel: int) -> Tensor:
         """Memory for ``numel`` elements, with arbitrary contents."""
         if self._memory.numel() < numel:
-            self._memory = torch.empty(numel, device="cpu")
+            self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
         return self._memory[:numel]
 
 

@@ -249,10 +249,11 @@ class StepQueue:
                     self._finish(held.popleft())
                 if not self._waiting or self._finished == finished:
                     break
-        except Exception as error:  # such as MemoryError; the other ranks would wait for this rank's part
-            if self._waits.look_now():  # a rank that gives the group up writes that before it closes its connections
-                return not held
-            self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
+        except BaseException as error:  # such as MemoryError, or Ctrl-C; a part that was begun cannot be done once more
+            if not self._waits.look_now():  # a rank that gives the group up writes that before it closes connections
+                self._waits.give_up(f"its part in shared memory failed: {type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
         return not held and not self._waiting
 
     def _close(self) -> None:
