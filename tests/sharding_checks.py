@@ -20,7 +20,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from one_process import of_all_ranks
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding import DistModule, broadcast_and_shard_state_dict, shard_broadcasted_state_dict
+from ppe_ddp.sharding import (
+    DistModule,
+    broadcast_and_shard_state_dict,
+    load_state_dict,
+    shard_broadcasted_state_dict,
+)
 
 CHECKS = {}
 RANKS = 4
@@ -344,6 +349,52 @@ def dtypes_by_choice():
             everywhere = of_all_ranks(full)
             for key in full:
                 assert_bits(getattr(net, key).full_tensor().detach(), everywhere[0][key].to(wanted), key)
+
+
+@check
+def versions_of_modules_come_from_torch_files():
+    class Doubled(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            if local_metadata.get("version", 1) < 2:
+                state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def make():
+        return nn.ModuleDict({"a": Doubled(2, 2), "b": nn.ModuleDict({"c": Doubled(2, 2)})})
+
+    trained, loaded = make(), make()
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where, 0)
+    folder = Path(where[0])
+    if dist.get_rank() == 0:
+        for name, module in trained.items():
+            torch.save(nn.ModuleDict({name: module}).state_dict(), folder / f"{name}.pt")
+        names = {key: f"{key[0]}.pt" for key in trained.state_dict()}
+        (folder / "model.index.json").write_text(json.dumps({"weight_map": names}))
+    dist.barrier()
+    DistModule(loaded).load_checkpoint(folder / "model.index.json")
+    read = load_state_dict(folder / "a.pt")
+    full = of_all_ranks(trained.state_dict())[0]
+    for key, value in loaded.state_dict().items():
+        assert_bits(value, full[key], key)
+    if dist.get_rank() == 0:
+        alone = nn.ModuleDict({"a": Doubled(2, 2)})
+        alone.load_state_dict(read)
+        assert_bits(alone["a"].weight, full["a.weight"], "a.weight")
+
+
+@check
+def one_element_with_any_stride():
+    net = nn.Module()
+    net.alone = nn.Parameter(torch.zeros(6).view(1, 6)[:, 0])
+    net.square = nn.Parameter(torch.zeros(1, 1))
+    table = torch.arange(1.0, 7.0).view(1, 6)
+    for piece_nbytes in (1 << 20, 4):
+        for full in ({"alone": table[:, 0], "square": table[:, 1:2]}, {"alone": table[0, :1], "square": table[:, ::6]}):
+            DistModule(net, piece_nbytes=piece_nbytes).load_state_dict(full if dist.get_rank() == 0 else {})
+            assert [net.alone.item(), net.square.item()] == [full["alone"].item(), full["square"].item()]
 
 
 @check

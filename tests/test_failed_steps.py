@@ -180,3 +180,30 @@ def test_a_checkpoint_right_after_a_failed_step_holds_no_order_that_the_ranks_fo
     assert not learned()
     square(wrapper, rank)
     assert learned()
+
+
+@on_three_ranks
+def test_gradients_are_as_they_were_before_hooks_and_hooks_apply_once():
+    rank, switch = dist.get_rank(), Switch()
+    module = seeded(FailingNet, None)
+    wrapper = DistributedDataParallel(module, **WAYS["before"](switch))
+
+    def halve(wrapped):
+        for parameter in wrapped.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.mul_(0.5) + 0.0  # in place, and into other memory
+        if switch.refuses_in_hook:
+            raise Refused
+
+    wrapper.register_comm_hook(halve)
+    for in_hook in (False, True):
+        module.zero_grad()
+        own = own_gradients(module, lambda model: square(model, rank))
+        mean = mean_of(of_all_ranks(own), 3)
+        switch.left, switch.refuses_in_hook = 0 if rank == 1 and not in_hook else -1, rank == 1 and in_hook
+        assert failed(lambda model: square(model, rank), wrapper)
+        switch.left, switch.refuses_in_hook = -1, False
+        assert_same_bits(gradients(module), own)
+        wrapper.finish_grad_sync()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, None if mean[name] is None else mean[name] * 0.5)

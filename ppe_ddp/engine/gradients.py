@@ -19,7 +19,7 @@ from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
@@ -133,6 +133,24 @@ class Gradients:
                 parameter.grad = there + gradient
             else:
                 parameter.grad = gradient + there
+
+
+@torch.no_grad()
+def copied_gradients(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Copy this rank's gradients; returns a function that puts them back, each in the tensor that it was in."""
+    there = list(map(GRADIENT, parameters))
+    copies = [None if (own := local_of(grad)) is None else local_tensor(own).clone() for grad in there]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, gradient, copy in zip(parameters, there, copies, strict=True):
+            parameter.grad = gradient
+            if type(gradient) is ShardedGradient:
+                gradient.content.local = copy
+            elif copy is not None and (copy.is_sparse or not torch.equal(local_tensor(gradient), copy)):
+                local_tensor(gradient).copy_(copy)
+
+    return restore
 
 
 def redistribute_gradients(parameter: Any) -> RemovableHandle:

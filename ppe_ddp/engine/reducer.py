@@ -31,6 +31,7 @@ from ppe_ddp.engine.completion import (
     note_failure_of_open,
 )
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
+from ppe_ddp.engine.gradients import copied_gradients
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.errors import (
@@ -423,10 +424,12 @@ class Reducer(Generic[C]):
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
+        restore: Callable[[], None] | None = None
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
-                if not backward.silent:
+                if self._sync_hooks and not backward.silent:
+                    restore = copied_gradients(self._parameters)
                     call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
                 yield from self._start_negotiation(backward)
             yield from self._complete(backward)
@@ -434,6 +437,8 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
+                if restore is not None:  # hooks would be applied twice when the step is taken again
+                    restore()
                 # Without a backward and before the mask was sent, the user may have dropped the weighed gradients.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
                     self.synchronizer.weights.remember(has_failed=True)

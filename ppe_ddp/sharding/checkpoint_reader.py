@@ -10,6 +10,7 @@ import json
 import re
 import warnings
 from base64 import b64decode, b64encode
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,15 @@ from torch import distributed as dist
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ppe_ddp.errors import CheckpointError
+from ppe_ddp.torch_internals import metadata_of, set_metadata
 
 if TYPE_CHECKING:
     import os
 
 Device: TypeAlias = "int | str | torch.device"
 DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"
+_Readers: TypeAlias = "OrderedDict[str, Callable[[], Any]]"
+"""Reads each entry of a file; has the versions of modules (``_metadata``) that the file has."""
 
 _ARCHIVE = b"PK\x03\x04"
 _PICKLE = b"\x80"
@@ -52,7 +56,7 @@ class Checkpoint(Mapping[str, Any]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._readers: dict[str, Callable[[], Any]] = {}
+        self._readers: _Readers = OrderedDict()
         for file, promised in _files_of(Path(path)).items():
             readers = _open(file)
             if twice := self._readers.keys() & readers.keys():
@@ -60,6 +64,7 @@ class Checkpoint(Mapping[str, Any]):
             if lacking := [key for key in promised if key not in readers]:
                 raise CheckpointError(f"{file}: it lacks {lacking[0]!r}, which the index says it has")
             self._readers.update(readers)
+            _add_metadata(self, metadata_of(readers))
 
     def __getitem__(self, key: str) -> Any:
         return self._readers[key]()
@@ -92,8 +97,13 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     places = _places(device_map)
     if dist.is_initialized() and dist.get_rank() != 0:
         return {}
-    loaded = {key: read() for key, read in _open(Path(checkpoint_file)).items()}
-    return {key: value.to(_place(key, places)) if isinstance(value, Tensor) else value for key, value in loaded.items()}
+    loaded: OrderedDict[str, Any] = OrderedDict()
+    readers = _open(Path(checkpoint_file))
+    for key, read in readers.items():
+        value = read()
+        loaded[key] = value.to(_place(key, places)) if isinstance(value, Tensor) else value
+    _add_metadata(loaded, metadata_of(readers))
+    return loaded
 
 
 def dump_plain(value: Any) -> bytes:
@@ -136,7 +146,13 @@ def from_text(text: str) -> Any:
     return load_plain(b64decode(text))
 
 
-def _open(file: Path) -> dict[str, Callable[[], Any]]:
+def _add_metadata(entries: Any, metadata: Any) -> None:
+    """Add the versions of modules that a file has to those of ``entries``, by which modules load old entries."""
+    if isinstance(metadata, Mapping):
+        set_metadata(entries, {**(metadata_of(entries) or {}), **metadata})
+
+
+def _open(file: Path) -> _Readers:
     try:
         if not file.is_file():
             raise FileNotFoundError("there is no such file")
@@ -152,7 +168,7 @@ def _open(file: Path) -> dict[str, Callable[[], Any]]:
         raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {reason}") from error
 
 
-def _safe_file(file: Path) -> dict[str, Callable[[], Any]]:
+def _safe_file(file: Path) -> _Readers:
     try:
         from safetensors import safe_open
     except ImportError:
@@ -161,10 +177,10 @@ def _safe_file(file: Path) -> dict[str, Callable[[], Any]]:
     kind = (content.metadata() or {}).get("format", "pt")
     if kind != "pt":
         raise ValueError(f"it was saved from {kind!r}, and its tensors may be laid out otherwise than torch's")
-    return {key: partial(content.get_tensor, key) for key in content.keys()}  # noqa: SIM118, it is no mapping
+    return OrderedDict((key, partial(content.get_tensor, key)) for key in content.keys())  # noqa: SIM118, no mapping
 
 
-def _torch_file(file: Path) -> dict[str, Callable[[], Any]]:
+def _torch_file(file: Path) -> _Readers:
     # Only archives can be mapped into memory; torch has written them since 1.6.
     with file.open("rb") as start:
         head = start.read(len(_ARCHIVE))
@@ -178,7 +194,9 @@ def _torch_file(file: Path) -> dict[str, Callable[[], Any]]:
         raise ValueError(f"it is damaged, or no checkpoint: the unpickler has failed with {kind}: {error}") from error
     if not isinstance(content, Mapping):
         raise TypeError(f"it holds a {type(content).__name__}, not a state_dict")
-    return {key: partial(content.__getitem__, key) for key in content}
+    readers: _Readers = OrderedDict((key, partial(content.__getitem__, key)) for key in content)
+    _add_metadata(readers, metadata_of(content))
+    return readers
 
 
 def _files_of(path: Path) -> dict[Path, list[str]]:

@@ -392,7 +392,7 @@ class Load:
         """The flat values of a piece in the dtype of messages, and whether they are a copy."""
         source = self._checkpoint[piece.routed.key].detach()
         values = cut(source, piece.region, piece.box).to(self._device, piece.routed.dtype)
-        values = values.resolve_conj().resolve_neg().contiguous().view(-1)
+        values = _flat(values.resolve_conj().resolve_neg().contiguous())
         return values, values.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
 
     def _window(self, message: TransferMessage) -> tuple[Tensor, int] | None:
@@ -403,7 +403,7 @@ class Load:
         target = self._memories[piece.routed.key]
         if target.device != self._device or target.dtype is not piece.routed.dtype or not target.is_contiguous():
             return None
-        return target.view(-1)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
+        return _flat(target)[piece.offset : piece.offset + piece.numel].view(torch.uint8), 0
 
     def _unpack(self, message: TransferMessage, buffer: Tensor) -> None:
         start = 0
@@ -420,6 +420,11 @@ class Load:
         except Exception as error:
             self._failure = self._failure or error
             return None
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as one dimension; ``view(-1)`` keeps the stride of a single element, which may be any."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _refuse_meta(targets: Mapping[str, Any], matched: Match) -> None:
