@@ -12,7 +12,7 @@ from torch import nn
 
 from one_process import data, mlp, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, UnusableError
 from ppe_ddp.optim import ShardedGradient
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -25,10 +25,10 @@ def alone():
 class Setup:
     """Weights that begin at zero and fall by their gradient, which is one."""
 
-    def __init__(self, group=None):
+    def __init__(self, group=None, **options):
         self.net = nn.Linear(5, 1, bias=False)
         nn.init.zeros_(self.net.weight)
-        self.ddp = DistributedDataParallel(self.net, process_group=group)
+        self.ddp = DistributedDataParallel(self.net, process_group=group, **options)
         self.inner = torch.optim.SGD(self.net.parameters(), lr=1.0)
         self.ours = DistributedOptimizer(self.inner, self.ddp)
         self.another = torch.optim.SGD(self.net.parameters(), lr=1.0)
@@ -129,6 +129,30 @@ def test_without_clearing_gradients_add_up(by_itself):
     setup.net.weight.grad /= 4
     setup.ours.step()
     assert setup.weight() == -8.5
+
+
+@on_two_ranks
+def test_one_rank_alone_looks_for_nan_in_what_is_not_averaged():
+    setup = Setup(alone(), check_for_nan_in_grad=True)
+    for _ in range(2):
+        setup.backward()
+    setup.ours.step()
+    assert setup.weight() == -2.0
+    with pytest.raises(NonFiniteGradientError, match="'weight'"):
+        (setup.ddp(torch.ones(1, 5)) * float("nan")).sum().backward()
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@on_two_ranks
+def test_a_frozen_parameter_keeps_the_gradient_that_it_has(by_itself):
+    net = seeded(mlp, 6, 5, 3)
+    ddp = DistributedDataParallel(net, process_group=alone() if by_itself else None)
+    ddp(data(3, 6)).sum().backward()
+    before = net[0].bias.grad.clone()
+    net[0].bias.requires_grad_(False)
+    DistributedOptimizer(torch.optim.SGD, ddp, lr=0.1)
+    ddp(data(3, 6)).sum().backward()
+    assert torch.equal(net[0].bias.grad, before)
 
 
 @on_two_ranks

@@ -357,7 +357,7 @@ class FiniteCheck:
 
     def is_fine_alone(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Look at ``.grad`` of all parameters; returns whether all are finite. For a group of one rank."""
-        self.look(range(len(parameters)), [parameter.grad for parameter in parameters])
+        self.look(range(len(parameters)), [local_of(parameter.grad) for parameter in parameters])
         return self.status == 0
 
     def error(

@@ -376,7 +376,8 @@ class BucketSynchronizer(Synchronizer):
             yield from self.commits()
         self._weigh_alone()
         if self.sharded_parameters is not None:
-            present = self.gradients.take_present(range(len(self._module_state.parameters)))
+            every = self.sharded_parameters.with_shards(b"\1" * len(self._nothing))
+            present = self.gradients.take_present([*compress(range(len(every)), every)])
             self.sharded_parameters.hand_over(list(present), list(present.values()))
         return bytes(arrived)
 
