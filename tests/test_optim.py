@@ -62,6 +62,27 @@ def test_the_norm_is_that_of_all_shards(norm_type):
     assert all(torch.equal(norm, norms[0]) for norm in everyone)
 
 
+@on_two_ranks
+def test_complex_gradients_are_clipped_as_by_torch():
+    weights = [torch.arange(5) * (0.3 - 0.1j), torch.arange(3) / 7]
+    net, twin = (nn.ParameterList(nn.Parameter(w.clone()) for w in weights) for _ in range(2))
+    wrapper = DistributedDataParallel(net)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    for norm_type in (2.0, 1.0, float("inf")):
+        for one in (wrapper, twin):
+            one.zero_grad()
+            sum(w.abs().pow(2).sum() for w in one.parameters()).backward()
+        wrapper.finish_grad_sync()
+        norms = optimizer.clip_grad_norm_(0.1, norm_type), nn.utils.clip_grad_norm_(twin.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(*norms)
+        optimizer.step()
+        torch.optim.SGD(twin.parameters(), lr=0.1).step()
+        assert_same(wrapper, twin)
+    for norm_type in (0.0, -float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"norm_type is {norm_type}"):
+            optimizer.clip_grad_norm_(0.1, norm_type)
+
+
 def halves():
     return seeded(mlp, 7, 33, 9, 1).bfloat16()
 

@@ -383,12 +383,14 @@ def clip_grad_norm_(
     Args:
         optimizers: The optimizers of this rank's parameters, over the same groups.
         max_norm: The largest norm.
-        norm_type: The p of the p-norm; may be ``inf``.
+        norm_type: The p of the p-norm, which is positive; may be ``inf``.
         error_if_nonfinite: Raise a RuntimeError on all ranks if the norm is inf or NaN.
 
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type}, and must be positive; inf is the norm of the largest element")
     models = [optimizer._model for optimizer in optimizers]
     copies = models[0].copies
     if any(list(model.copies.parents) != list(copies.parents) for model in models):
@@ -473,8 +475,10 @@ def total_norm(
     ``shards`` are this rank's gradients, without copies of another rank's. ``is_unknown`` says that this rank does not
     know which ones are copies; the second result says whether that holds for any rank.
     """
-    present = [shard for shard in shards if shard.numel()]
-    dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
+    present = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
+    dtype = (
+        torch.float64 if any(shard.dtype in (torch.float64, torch.complex128) for shard in shards) else torch.float32
+    )
     is_max = math.isinf(norm_type)
     value = torch.zeros((), dtype=torch.float64, device=device)
     if present:
