@@ -276,6 +276,15 @@ def step_hooks(optimizer: Optimizer) -> int:
     return own + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
+def state_hooks(optimizer: Optimizer, *, loads: bool) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """The hooks to call before and after ``optimizer.state_dict()``, or ``load_state_dict()``."""
+    if loads:
+        begins, ends = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+        return [*begins.values()], [*ends.values()]
+    before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return [*before.values()], [*after.values()]
+
+
 def is_in_join(joinable: Joinable) -> bool:
     """Whether ``joinable`` is in a ``Join`` context, and so has to notify it in every step."""
     return bool(joinable._join_config.enable)

@@ -95,6 +95,20 @@ def test_every_parameter_gets_its_own_step_and_every_group_its_own_rate(tmp_path
 
 
 @on_two_ranks
+def test_hooks_of_state_dicts_are_called():
+    _, optimizer = halves(adagrad, torch.float32)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append(own))
+    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: calls.append(state.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append(own))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert calls == [optimizer, 1, optimizer]
+    assert state["more"] == 1
+
+
+@on_two_ranks
 def test_no_two_entries_are_one_tensor():
     model, optimizer = two_heads("plain", adamw)
     train(model, optimizer, [0])

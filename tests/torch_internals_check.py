@@ -363,6 +363,19 @@ def try_step_hooks():
             handle.remove()
 
 
+def try_state_hooks():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    registered = [
+        [optimizer.register_state_dict_pre_hook, optimizer.register_state_dict_post_hook],
+        [optimizer.register_load_state_dict_pre_hook, optimizer.register_load_state_dict_post_hook],
+    ]
+    hooks = [[lambda *_: None for _ in pair] for pair in registered]
+    for pair, own in zip(registered, hooks, strict=True):
+        for register, hook in zip(pair, own, strict=True):
+            register(hook)
+    return [[hook for (hook,) in internals.state_hooks(optimizer, loads=loads)] for loads in (False, True)] == hooks
+
+
 def try_is_marked_ignored():
     module, own = nn.Linear(1, 1), torch.ones(1)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["weight"])

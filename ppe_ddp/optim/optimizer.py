@@ -24,7 +24,7 @@ from ppe_ddp.engine.zero.shards import Copies, ShardedModel
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
-from ppe_ddp.torch_internals import is_scaler_check, uncompiled, without_torch_function
+from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -343,9 +343,15 @@ class DistributedOptimizer(Optimizer):
         only the same rank of the same number of ranks. Master weights that are views of parameters are not included:
         they are in the model's state.
         """
+        before, after = state_hooks(self, loads=False)
+        for hook in before:
+            hook(self)
         self.synchronize()
         self._flat_step.separate()
-        return optimizer_state.collect(self._inner, self._masters, self._model)
+        state = optimizer_state.collect(self._inner, self._masters, self._model)
+        for hook in after:
+            state = state if (another := hook(self, state)) is None else another
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -355,12 +361,18 @@ class DistributedOptimizer(Optimizer):
             ValueError: Parameters, groups, memory formats or the number of ranks differ; names the first difference and
                 says what to do. Nothing is changed then.
         """
+        before, after = state_hooks(self, loads=True)
+        state_dict = dict(state_dict)  # which a hook may change
+        for hook in before:
+            state_dict = state_dict if (another := hook(self, state_dict)) is None else another
         self._gather.finish()
         self._flat_step.separate()
         moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
         self._send([index in indices for index in range(len(self._model.shards))])
         self._gather.finish()
+        for hook in after:
+            hook(self)
 
 
 @uncompiled
