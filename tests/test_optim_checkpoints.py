@@ -109,6 +109,14 @@ def test_hooks_of_state_dicts_are_called():
 
 
 @on_two_ranks
+def test_the_first_state_has_the_precision_of_each_weight():
+    module = nn.ParameterList(nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64))
+    optimizer = DistributedOptimizer(torch.optim.Adam, DistributedDataParallel(module))
+    state = optimizer.state_dict()["state"]
+    assert [state[name]["exp_avg"].dtype for name in ("0", "1")] == [torch.float32, torch.float64]
+
+
+@on_two_ranks
 def test_no_two_entries_are_one_tensor():
     model, optimizer = two_heads("plain", adamw)
     train(model, optimizer, [0])

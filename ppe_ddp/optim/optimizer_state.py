@@ -63,11 +63,14 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
         # Copies: if the learning rate is a tensor, torch gives the same tensor to all groups.
         own = {key: copy.deepcopy(value) for key, value in options.items() if key != "params"}
         groups.append({"params": [member.shard.name for member in members], **own})
-        template: dict[str, Any] | None = None
+        templates: dict[Any, dict[str, Any]] = {}
         for member in members:
             held = optimizer.state.get(member.weight)
             if not held:
-                template = _template(optimizer, options) if template is None else template
+                kind = member.weight.dtype, member.weight.device
+                if kind not in templates:
+                    templates[kind] = _template(optimizer, options, member.weight)
+                template = templates[kind]
                 cut = {key for key, value in template.items() if isinstance(value, torch.Tensor) and value.dim()}
                 numel = member.shard.numel
                 held = {k: v.new_zeros(numel) if k in cut else copy.deepcopy(v) for k, v in template.items()}
@@ -230,9 +233,9 @@ def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpo
         raise ValueError(f"the checkpoint is of other parameters or groups: they differ in {which}")
 
 
-def _template(optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The state that ``optimizer`` gives a parameter at its first step, found by a step of a small trial parameter."""
-    trial = nn.Parameter(torch.zeros(_PROBE, dtype=options["params"][0].dtype, device=options["params"][0].device))
+def _template(optimizer: Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+    """The state that ``optimizer`` gives ``weight`` at its first step, found by a step of a small trial parameter."""
+    trial = nn.Parameter(torch.zeros(_PROBE, dtype=weight.dtype, device=weight.device))
     trial.grad = torch.zeros_like(trial)
     twin = copy.copy(optimizer)  # without its step hooks
     twin.state = defaultdict(dict)
