@@ -264,7 +264,7 @@ REFUSALS = {
     "another shape": (plain({}), reshaped, EVERYWHERE, "rank 1 has parameter 'layers.1.bias'.*where rank 0 has"),
     "other strides": (plain({}), transposed, EVERYWHERE, "rank 1 has parameter 'layers.1.weight'.*memory formats"),
     "a lazy parameter": (plain({}), lazy, HERE_ALONE, "parameter 'more.weight' is lazy.*run one forward"),
-    "shards": (optimized({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*make the optimizer anew"),
+    "shards": (optimized({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*make a new optimizer"),
     "buffers": (megatron({}), grown, HERE_ALONE, "rank 1: parameter 'more.weight'.*wrap the module again"),
     "buffers, overlapped": (
         megatron({"overlap_grad_reduce": True}),

@@ -257,7 +257,16 @@ def test_a_module_that_has_changed_is_refused():
     wrapper(data(4, 6)).sum().backward()
     optimizer.step()
     wrapper.module[0].bias.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"'0\.bias' .* is new, or trainable only now"):
-        wrapper(data(4, 6))
+    text = r"'0\.bias' .* is new, or trainable only now.* wrap the module anew, and make a new optimizer"
+    for use in (lambda: wrapper(data(4, 6)), lambda: DistributedOptimizer(torch.optim.SGD, wrapper)):
+        with pytest.raises(ValueError, match=text):
+            use()
     with pytest.raises(RuntimeError, match="join\\(\\) is not for a model with a DistributedOptimizer"):
         wrapper.join()
+    again = DistributedDataParallel(wrapper.module)
+    before = again.module[0].bias.detach().clone()
+    optimizer = DistributedOptimizer(torch.optim.SGD, again, lr=1.0)
+    sum(parameter.sum() for parameter in again.parameters()).backward()
+    again.finish_grad_sync()
+    optimizer.step()
+    torch.testing.assert_close(again.module[0].bias.detach(), before - 1)

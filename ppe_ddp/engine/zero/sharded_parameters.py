@@ -104,7 +104,7 @@ class ShardedParameters(ShardedModel):
                 change = "is new, or trainable only now" if k is None else f"was {self._specs[k].described()}"
                 raise ValueError(
                     f"rank {self.groups.rank}: parameter {spec.described()} {change}, and the DistributedOptimizer "
-                    "has shards of what there was: make the optimizer anew, on all ranks, after changing the module"
+                    "has shards of what there was: wrap the module anew, and make a new optimizer, on all ranks"
                 )
             found[i] = k
         return found
