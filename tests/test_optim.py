@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -109,6 +109,76 @@ def test_what_is_loaded_into_the_model_is_what_is_trained():
         assert torch.equal(value, other[name])
 
 
+def pulled(wrapper, optimizer):
+    """Take a step in which each gradient is one."""
+    optimizer.zero_grad()
+    sum(parameter.sum() for parameter in wrapper.parameters()).backward()
+    wrapper.finish_grad_sync()
+    optimizer.step()
+
+
+def written_through_data(parameters, value):
+    for k, parameter in enumerate(parameters):
+        if k == 1:
+            parameter.data = torch.full_like(parameter, value)
+        elif k == 2:
+            nn.utils.vector_to_parameters(torch.full((parameter.numel(),), value, dtype=parameter.dtype), [parameter])
+        else:
+            parameter.data.fill_(value)
+
+
+@on_two_ranks
+def test_what_is_written_through_data_is_what_is_trained():
+    for dtype, master_dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        wrapper = DistributedDataParallel(halves().to(dtype))
+        inner = torch.optim.SGD(wrapper.parameters(), lr=0.0)
+        optimizer = DistributedOptimizer(inner, wrapper, master_dtype=master_dtype)
+        for value in (0.5, 0.25):
+            pulled(wrapper, optimizer)
+            written_through_data(list(wrapper.parameters()), value)
+            pulled(wrapper, optimizer)
+            assert all(torch.equal(p, torch.full_like(p, value)) for p in wrapper.parameters())
+
+
+@on_two_ranks
+def test_a_parameter_whose_memory_gets_holes_is_trained_on():
+    wrapper, twin = DistributedDataParallel(seeded(mlp, 4, 6, 2)), seeded(mlp, 4, 6, 2)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    theirs, weight = torch.optim.SGD(twin.parameters(), lr=0.1), wrapper.module[0].weight
+    for step in range(4):
+        if step == 1:
+            weight.data = torch.cat([weight.detach(), weight.detach()], 1)[:, :4]
+        if step == 3:  # it is copied no longer
+            weight.data = weight.detach().contiguous()
+        pulled(wrapper, optimizer)
+        for parameter in twin.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        theirs.step()
+    assert_same(wrapper, twin)
+
+
+@on_two_ranks
+def test_an_update_that_was_not_sent_is_not_lost():
+    """One rank fails when its weights are updated, so that its parameters do not have their values."""
+    wrapper = DistributedDataParallel(halves())
+    for parameter in wrapper.parameters():
+        nn.init.ones_(parameter)
+    inner = torch.optim.SGD(wrapper.parameters(), lr=0.01)
+    optimizer = DistributedOptimizer(inner, wrapper)
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    handle = inner.register_step_post_hook(fail) if dist.get_rank() else None
+    with pytest.raises(ArithmeticError if handle else PeerAbortedError):
+        pulled(wrapper, optimizer)
+    if handle is not None:
+        handle.remove()
+    pulled(wrapper, optimizer)
+    expected = torch.tensor(0.98, dtype=torch.bfloat16)
+    assert all(torch.equal(p, expected.expand_as(p)) for p in wrapper.parameters())
+
+
 @on_two_ranks
 def test_hooks_that_reduce_are_used_and_the_shard_kept():
     program = Program.plain("momentum", 3)
@@ -175,6 +245,11 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
     first.add_param_group({"params": ours[2:4], "lr": 0.2})
     with pytest.raises(ValueError, match=r"another group already: 2\.weight"):
         first.add_param_group({"params": [ours[2]]})
+    with pytest.raises(ValueError, match=r"shape \(3,\) that is none of the model's"):
+        first.add_param_group({"params": [ours[4], nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="with/without names"):
+        first.add_param_group({"params": [("4.weight", ours[4])]})
+    assert first.model_parameters == ours[:4]
     second = DistributedOptimizer(torch.optim.AdamW(ours[4:], lr=0.1), wrapper)
     plain = torch.optim.SGD([{"params": theirs[:2]}, {"params": theirs[2:4], "lr": 0.2}], lr=0.1)
     other = torch.optim.AdamW(theirs[4:], lr=0.1)
@@ -185,6 +260,21 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
             optimizer.step()
             optimizer.zero_grad()
     assert_same(wrapper, twin)
+
+
+@on_two_ranks
+def test_named_parameters_are_added_later():
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
+    named = list(wrapper.module.named_parameters())
+    optimizer = DistributedOptimizer(torch.optim.SGD(named[:2], lr=1.0), wrapper)
+    optimizer.add_param_group({"params": iter(named[2:])})
+    assert [group["param_names"] for group in optimizer.param_groups] == [
+        ["0.weight", "0.bias"],
+        ["2.weight", "2.bias"],
+    ]
+    before = [parameter.detach() - 1 for _, parameter in named]
+    pulled(wrapper, optimizer)
+    torch.testing.assert_close([parameter.detach() for _, parameter in named], before)
 
 
 # --- checkpoints
@@ -265,8 +355,5 @@ def test_a_module_that_has_changed_is_refused():
         wrapper.join()
     again = DistributedDataParallel(wrapper.module)
     before = again.module[0].bias.detach().clone()
-    optimizer = DistributedOptimizer(torch.optim.SGD, again, lr=1.0)
-    sum(parameter.sum() for parameter in again.parameters()).backward()
-    again.finish_grad_sync()
-    optimizer.step()
+    pulled(again, DistributedOptimizer(torch.optim.SGD, again, lr=1.0))
     torch.testing.assert_close(again.module[0].bias.detach(), before - 1)

@@ -94,6 +94,32 @@ def test_every_parameter_gets_its_own_step_and_every_group_its_own_rate(tmp_path
     torch.testing.assert_close(trained, expected, rtol=0.0, atol=0.0)
 
 
+def set_to(model, value):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+@on_two_ranks
+def test_what_is_saved_are_the_weights_that_the_model_was_given():
+    model, optimizer = halves(adagrad, torch.float32)
+    set_to(model, 0.5)
+    saved = optimizer.state_dict()
+    set_to(model, 0.25)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(model.module.weight, torch.full((3, 4), 0.5, dtype=torch.bfloat16))
+
+
+@on_two_ranks
+def test_a_checkpoint_without_master_weights_keeps_the_model_that_is_loaded():
+    saved = halves(adagrad, torch.bfloat16)[1].state_dict()
+    assert not saved["master"]
+    model, optimizer = halves(adagrad, torch.float32)
+    set_to(model, 0.5)
+    optimizer.load_state_dict(saved)
+    assert torch.equal(model.module.weight, torch.full((3, 4), 0.5, dtype=torch.bfloat16))
+
+
 @on_two_ranks
 def test_hooks_of_state_dicts_are_called():
     _, optimizer = halves(adagrad, torch.float32)

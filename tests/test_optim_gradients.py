@@ -12,7 +12,7 @@ from torch import nn
 
 from one_process import data, mlp, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
-from ppe_ddp.errors import NonFiniteGradientError, UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import ShardedGradient
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -153,6 +153,35 @@ def test_a_frozen_parameter_keeps_the_gradient_that_it_has(by_itself):
     DistributedOptimizer(torch.optim.SGD, ddp, lr=0.1)
     ddp(data(3, 6)).sum().backward()
     assert torch.equal(net[0].bias.grad, before)
+
+
+@on_two_ranks
+def test_one_rank_whose_step_or_closure_raises_tells_the_others():
+    """The first keeps a gradient that is not averaged; in the second the gradients are there already."""
+    setup, rank = Setup(), dist.get_rank()
+
+    def closure():
+        setup.ours.zero_grad()
+        setup.backward()
+        if rank == 1 and fails:
+            raise ArithmeticError("planned")
+
+    for fails, error in ((False, UnusableError), (True, ArithmeticError), (False, None)):
+        setup.ours.zero_grad()
+        setup.backward()
+        if error is UnusableError and rank == 1:
+            with setup.ddp.no_sync():
+                setup.backward()
+        if error is None:
+            setup.ours.step(closure)
+            continue
+        with pytest.raises(error if rank == 1 else PeerAbortedError) as caught:
+            setup.ours.step(closure if fails else None)
+        if rank == 0:
+            assert caught.value.rank == 1
+    everyone = [torch.empty(1, 5) for _ in range(2)]
+    dist.all_gather(everyone, setup.net.weight.detach())
+    assert torch.equal(*everyone)
 
 
 @on_two_ranks

@@ -1,7 +1,8 @@
 """Master weights, which the wrapped optimizer updates: 1-D shards of parameters, in high precision.
 
-If a parameter has that precision itself, its master weight is a view of the shard's memory. Else it is a copy, and
-a change of the parameter by other code (``load_state_dict``) is noticed by its version.
+If a parameter has that precision itself, its master weight is a view of the shard's memory. Else it is a copy. The
+parameter has its rounded values; where it has others, other code has written them (``load_state_dict``), also by
+``.data``, which changes no version of the parameter.
 
 An optimizer on CPUs makes a dozen calls of torch for each tensor. For tensors of a few thousand elements these take
 longer than the arithmetic. So the small weights are stepped together, laid end to end in one flat tensor:
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ppe_ddp.engine.plan import is_non_overlapping_and_dense
-from ppe_ddp.torch_internals import step_hooks, version_of
+from ppe_ddp.torch_internals import step_hooks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,35 +49,21 @@ class MasterWeight:
         self.index = index
         self.shard = shard
         self.dtype = torch.promote_types(shard.parameter.dtype, dtype)
-        own = self._own()
+        own = self.own()
         self.is_alias = own.dtype == self.dtype and is_non_overlapping_and_dense(shard.parameter)
         self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
-        self._version = version_of(shard.parameter)
-        self._address = shard.parameter.data_ptr()
 
-    def _own(self) -> Tensor:
+    def own(self) -> Tensor:
         """This rank's part of the current parameter: a view of its memory if that is dense, else a copy."""
         parameter, shard = self.shard.parameter.detach(), self.shard
         if is_non_overlapping_and_dense(parameter):
             return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
-    def refresh(self) -> None:
-        """Copy the parameter to the master weight, if other code has written it since the last step."""
-        parameter = self.shard.parameter
-        if self.is_alias:
-            if parameter.data_ptr() != self._address:
-                self.weight.data = self._own()
-                self._address = parameter.data_ptr()
-        elif version_of(parameter) != self._version:
-            own = self._own()
-            changed = own != self.weight.to(own.dtype)
-            self.weight.data = torch.where(changed, own.to(self.dtype), self.weight)
-            self.note_written()
-
-    def note_written(self) -> None:
-        """Note that the parameter has the values of the master weight now."""
-        self._version = version_of(self.shard.parameter)
+    def follow(self) -> None:
+        """Take the place in memory of the parameter, which other code has moved; be a copy if its memory has holes."""
+        self.weight.data = self.own()
+        self.is_alias = is_non_overlapping_and_dense(self.shard.parameter)
 
 
 class MasterWeights(list[MasterWeight]):
@@ -90,20 +77,28 @@ class MasterWeights(list[MasterWeight]):
         self._addresses: list[int] = []  # of the aliased parameters, at the last refresh
         self._own_addresses: list[int] = []
 
-    def append(self, master: MasterWeight) -> None:
-        super().append(master)
-        if master.is_alias:
-            self._aliased.append(master.shard.parameter)
-            self._weights.append(master.weight)
-        else:
-            self._copies.append(master)
+    def extend(self, masters: Iterable[MasterWeight]) -> None:
+        super().extend(masters)
+        self._note_aliases()
+
+    def _note_aliases(self) -> None:
+        aliases = [master for master in self if master.is_alias]
+        self._copies = [master for master in self if not master.is_alias]
+        self._aliased = [master.shard.parameter for master in aliases]
+        self._weights = [master.weight for master in aliases]
 
     def refresh(self) -> None:
+        """Give the master weights the values of their parameters, where other code has written these."""
         for master in self._copies:
-            master.refresh()
+            own = master.own()
+            rounded = master.weight.to(own.dtype)
+            if not torch.equal(own, rounded):
+                master.weight.data = torch.where(own != rounded, own.to(master.dtype), master.weight)
         if list(map(torch.Tensor.data_ptr, self._aliased)) != self._addresses:
             for master in self:
-                master.refresh()
+                if master.is_alias:
+                    master.follow()
+            self._note_aliases()
             self._addresses = list(map(torch.Tensor.data_ptr, self._aliased))
             self._own_addresses = list(map(torch.Tensor.data_ptr, self._weights))
 

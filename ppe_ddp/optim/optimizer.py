@@ -109,9 +109,11 @@ class DistributedOptimizer(Optimizer):
         self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
-            group["params"] = self._take_over(group["params"])
+            self._check_known(group["params"])
+        for group in optimizer.param_groups:
+            self._take_over(group)
         self._note_made()
-        self._gather = ParameterGather([self._model], self._on_installed())
+        self._gather = ParameterGather([self._model])
         self._overlaps = overlap
         self._everyone.add(self)
         if overlap and modules is not None:
@@ -122,37 +124,28 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ parameters, groups and state
 
-    def _take_over(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        weights: list[Tensor] = []
+    def _check_known(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            index = self._index.get(id(parameter))
-            if index is None:
-                if id(parameter) in self._frozen:
-                    self._inner.state.pop(parameter, None)
-                    continue
+            if id(parameter) not in self._index and id(parameter) not in self._frozen:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
                     "trainable ones: construct it on model.parameters(), after wrapping and unfreezing"
                 )
+
+    def _take_over(self, group: dict[str, Any]) -> None:
+        """Put master weights in the place of the parameters in ``group``, without those that are frozen."""
+        masters: list[MasterWeight] = []
+        for parameter in group["params"]:
+            state = self._inner.state.pop(parameter, None)
+            if (index := self._index.get(id(parameter))) is None:
+                continue
             master = MasterWeight(index, self._model.shards[index], self._dtype)
-            self._masters.append(master)
+            masters.append(master)
             self._model.attach(index, master.weight)
-            weights.append(master.weight)
-            if parameter in self._inner.state:
-                state = self._inner.state.pop(parameter)
+            if state is not None:
                 self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
-        return weights
-
-    def _on_installed(self) -> Callable[[int], None]:
-        """Return a callback that notes which parameters have the values of their master weights; holds no self."""
-        masters = {master.index: master for master in self._masters if not master.is_alias}
-        units = self._model.units
-
-        def arrived(unit: int) -> None:
-            for index in masters.keys() & units[unit] if masters else ():
-                masters[index].note_written()
-
-        return arrived
+        group["params"] = [master.weight for master in masters]
+        self._masters.extend(masters)
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -191,14 +184,17 @@ class DistributedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that the model had when this optimizer was made, and that are in no group yet."""
-        parameters = param_group["params"]
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = [one[1] if isinstance(one, tuple) else one for one in given]  # pairs have names, as in torch
+        self._check_known(parameters)
         taken = {master.index for master in self._masters}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
         if again:
             raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
         self._flat_step.separate()
-        self._inner.add_param_group({**param_group, "params": self._take_over(parameters)})
+        self._inner.add_param_group({**param_group, "params": given})
+        self._take_over(self._inner.param_groups[-1])
         self._note_made()
 
     def _note_made(self) -> None:
@@ -251,27 +247,48 @@ class DistributedOptimizer(Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = self._loss_of(closure)
         self._gather.finish()
-        exists = self._model.assign_gradients()
-        is_awaited = self._gathers(exists)
-        self._end_inf_checks()
-        self._masters.refresh()
-        self._is_stepping = True
+        is_awaited = True
         try:
-            self._flat_step.step()
-            if not self._model.groups.is_closed:  # else this step has failed, and the next one gathers everything
+            exists = self._model.assign_gradients()
+            is_awaited = self._gathers(exists)
+            self._end_inf_checks()
+            self._masters.refresh()
+            self._is_stepping = True
+            try:
+                self._flat_step.step()
+            finally:  # also after an error, or the next refresh() would take the old values for new ones
                 # ``exists`` is the same on all ranks; the user may have changed gradients of this rank since
-                self._send(exists)
+                units = self._write(exists)
+            if self._model.groups.is_closed:  # this step has failed, and the next one gathers everything
+                self._model.abandon()
+            else:
+                self._gather.start(units, overlap=self._overlaps)
         except BaseException as error:
-            peer_error = self._fail(error, is_awaited=is_awaited)
-            if peer_error is None:
-                raise
-            raise peer_error from error
+            self._tell(error, is_awaited=is_awaited)
+            raise
         finally:
             self._is_stepping, self._last_step = False, self._model.groups.step
         return loss
+
+    def _loss_of(self, closure: Callable[[], Any]) -> Any:
+        """Call ``closure``. If it raises after its backward, tell the other ranks, which wait for this one."""
+        before = self._model.groups.step
+        try:
+            with torch.enable_grad():
+                return closure()
+        except BaseException as error:
+            groups = self._model.groups
+            if groups.step != before and not groups.is_closed:  # else the backward, if any, has told them
+                self._tell(error, is_awaited=True)
+            raise
+
+    def _tell(self, error: BaseException, *, is_awaited: bool) -> None:
+        """Tell the other ranks of ``error``; raises another rank's error if that has failed first."""
+        peer_error = self._fail(error, is_awaited=is_awaited)
+        if peer_error is not None:
+            raise peer_error from error
 
     def _fail(self, error: BaseException, *, is_awaited: bool) -> PpeDdpError | None:
         """Tell the ranks that wait for this one; returns the error to raise instead if another rank has failed.
@@ -304,10 +321,9 @@ class DistributedOptimizer(Optimizer):
         """Whether a step with these gradients gathers anything; the same on every rank."""
         return self._gather.is_behind or any(exists[master.index] for master in self._masters)
 
-    def _send(self, updated: Sequence[bool]) -> None:
-        everything = [True] * len(updated)
-        units = self._masters.write(self._model, everything if self._gather.is_behind else updated)
-        self._gather.start(units, overlap=self._overlaps)
+    def _write(self, updated: Sequence[bool]) -> Sequence[int]:
+        """Write these shards to the model, or all of them if a failure may have lost some; returns units to gather."""
+        return self._masters.write(self._model, [True] * len(updated) if self._gather.is_behind else updated)
 
     @uncompiled
     def synchronize(self) -> None:
@@ -335,6 +351,7 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
 
@@ -347,6 +364,7 @@ class DistributedOptimizer(Optimizer):
         for hook in before:
             hook(self)
         self.synchronize()
+        self._masters.refresh()
         self._flat_step.separate()
         state = optimizer_state.collect(self._inner, self._masters, self._model)
         for hook in after:
@@ -366,11 +384,12 @@ class DistributedOptimizer(Optimizer):
         for hook in before:
             state_dict = state_dict if (another := hook(self, state_dict)) is None else another
         self._gather.finish()
+        self._masters.refresh()  # else what the checkpoint lacks would get back the values before the model was loaded
         self._flat_step.separate()
         moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
-        self._send([index in indices for index in range(len(self._model.shards))])
-        self._gather.finish()
+        units = self._write([index in indices for index in range(len(self._model.shards))])
+        self._gather.start(units)
         for hook in after:
             hook(self)
 

@@ -117,13 +117,11 @@ def wait_for(parameter: nn.Parameter) -> None:
 class ParameterGather:
     """Gathers the units of some sharded models, and knows which of them are in flight. It is thread-safe.
 
-    There is one model for each group of ranks that shares parameters. ``on_installed`` is called with the number of a
-    unit of the first model when its parameters have their new values.
+    There is one model for each group of ranks that shares parameters.
     """
 
-    def __init__(self, models: Sequence[ShardedModel], on_installed: Callable[[int], None] | None = None) -> None:
+    def __init__(self, models: Sequence[ShardedModel]) -> None:
         self._models = models
-        self._on_installed = on_installed
         self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._members = {
             (number, unit): [models[number].shards[index].parameter for index in models[number].units[unit]]
@@ -309,8 +307,6 @@ class ParameterGather:
         # The parameters stay pending for other threads meanwhile, so use them without __torch_function__.
         with torch.no_grad(), without_torch_function():
             self._models[key[0]].install(key[1])
-            if self._on_installed is not None:
-                self._on_installed(key[1])
 
     # ------------------------------------------------------------------ modules
 
