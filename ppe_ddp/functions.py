@@ -159,12 +159,12 @@ class _Overlapped:
         self._function = function
         # By group, as ranks may begin the buckets of two groups in different orders. Weakly: its connections end with
         # the last reference.
-        self._threads: WeakKeyDictionary[object, _Thread] = WeakKeyDictionary()
+        self._threads: WeakKeyDictionary[object, _ReduceThread] = WeakKeyDictionary()
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
         key = self if group is None else group
         if key not in self._threads:
-            self._threads[key] = _Thread(self._function)
+            self._threads[key] = _ReduceThread(self._function)
         return self._threads[key].start(gradients, group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class _Overlapped:
         self._threads = WeakKeyDictionary()
 
 
-class _Thread:
+class _ReduceThread:
     """Calls a function for the buckets of one process group, one after another."""
 
     def __init__(self, function: ReduceFunction) -> None:
