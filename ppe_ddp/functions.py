@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -94,9 +95,9 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
 def overlapped(function: ReduceFunction) -> ReduceFunction:
     """Run a blocking reduce function on a thread of its own, so that it overlaps with backward.
 
-    One thread reduces the buckets in their order, so all ranks communicate in the same order. The function must use
-    only the process group that it is given. If all cores are busy, or the transport waits by spinning (MPI), it is
-    usually faster without this.
+    One thread for each group reduces its buckets in their order, so all ranks communicate in the same order. The
+    function must use only the process group that it is given, and may be called by several threads, one for each
+    wrapper. If all cores are busy, or the transport waits by spinning (MPI), it is usually faster without this.
 
     Args:
         function: A reduce function that returns when the result is in place.
@@ -150,35 +151,57 @@ class _BroadcastMessage:
 
 
 class _Overlapped:
-    """The result of :func:`overlapped`; the first bucket starts the thread."""
+    """The result of :func:`overlapped`; the first bucket in a group starts the thread of that group."""
 
     def __init__(self, function: ReduceFunction) -> None:
         functools.update_wrapper(self, function, updated=())
         self.takes_divided = getattr(function, "takes_divided", False)
         self._function = function
-        self._thread: ThreadPoolExecutor | None = None
+        # By group, as ranks may begin the buckets of two groups in different orders. Weakly: its connections end with
+        # the last reference.
+        self._threads: WeakKeyDictionary[object, _ReduceThread] = WeakKeyDictionary()
+
+    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
+        key = self if group is None else group
+        if key not in self._threads:
+            self._threads[key] = _ReduceThread(self._function)
+        return self._threads[key].start(gradients, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_threads"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._threads = WeakKeyDictionary()
+
+
+class _ReduceThread:
+    """Calls a function for the buckets of one process group, one after another."""
+
+    def __init__(self, function: ReduceFunction) -> None:
+        self._function = function
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-reduce")
         # Not arguments of submit(): an error's traceback would keep the pool's frames, and so the process group, whose
         # connections end with the last reference.
         self._calls: deque[tuple[Any, Any, GradBucket, ProcessGroup | None]] = deque()
-        self._failed: tuple[int, int, Exception] | None = None
+        self._failed: tuple[int, Exception] | None = None
 
-    def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="ppe_ddp-reduce")
+    def start(self, gradients: GradBucket, group: ProcessGroup | None) -> Waitable:
+        """Call the function after those that have been started; returns its Future."""
         device = gradients.buffer().device
         # A Future that knows its devices makes the streams wait for one another.
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
         ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._calls.append((future, ready, gradients, group))
-        self._thread.submit(self._run)
+        self._pool.submit(self._run)
         return future
 
     def _run(self) -> None:
         future, ready, gradients, group = self._calls.popleft()
-        place = gradients.index(), id(group)
-        failed = self._failed_before(*place)
+        index = gradients.index()
+        failed = self._failed_before(index)
         if failed is None and (failed := self._error_of(ready, gradients, group)) is not None:
-            self._failed = *place, failed
+            self._failed = index, failed
             clear_frames(failed)
         del group  # whose connections end with the last reference
         if failed is not None:
@@ -203,17 +226,14 @@ class _Overlapped:
             return error
         return None
 
-    def _failed_before(self, index: int, group: int) -> Exception | None:
+    def _failed_before(self, index: int) -> Exception | None:
         """The error of an earlier bucket of this step, after which other ranks would take this bucket for that one."""
         if self._failed is not None:
-            failed_index, failed_group, error = self._failed
-            if group == failed_group and index > failed_index:
+            failed_index, error = self._failed
+            if index > failed_index:
                 return error
             self._failed = None  # this is another step
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_thread": None, "_calls": deque(), "_failed": None}
 
 
 def name_of(function: object) -> str:

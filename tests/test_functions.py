@@ -157,11 +157,14 @@ def test_an_overlapped_function_that_has_failed_holds_no_bucket():
 
 
 class FlatBucket:
+    def __init__(self, index=0):
+        self._index = index
+
     def buffer(self):
         return torch.zeros(1)
 
     def index(self):
-        return 0
+        return self._index
 
 
 @pytest.mark.parametrize(("function", "declared"), [(average, True), (declared_sum, True), (undeclared_sum, False)])
@@ -176,3 +179,41 @@ def test_a_bucket_is_divided_once():
     for _ in range(2):
         bucket.divide(4)
         assert flat.tolist() == [2.0, 2.0]
+
+
+class Group:
+    """A key, which stands for a process group."""
+
+
+def test_an_overlapped_function_reduces_each_group_on_a_thread_of_its_own():
+    """A rank of one group may wait for one that is in the other group first."""
+    first, second, is_there = Group(), Group(), threading.Event()
+
+    def wait_for_the_second(gradients, group):
+        if group is second:
+            is_there.set()
+        elif not is_there.wait(20):
+            raise TimeoutError
+
+    function = overlapped(wait_for_the_second)
+    for future in [function(FlatBucket(), first), function(FlatBucket(), second)]:
+        future.wait()
+
+
+def test_an_overlapped_function_that_has_failed_in_one_group_has_not_in_another():
+    calls = []
+
+    def fail_in_the_first(gradients, group):
+        calls.append((gradients.index(), group is first))
+        if group is first:
+            raise ValueError("not today")
+
+    first, second, function = Group(), Group(), overlapped(fail_in_the_first)
+    for index in range(2):
+        with pytest.raises(ValueError, match="not today"):
+            function(FlatBucket(index), first).wait()
+        function(FlatBucket(index), second).wait()
+    assert calls == [(0, True), (0, False), (1, False)]
+    with pytest.raises(ValueError, match="not today"):
+        function(FlatBucket(0), first).wait()
+    assert calls[-1] == (0, True)  # another step

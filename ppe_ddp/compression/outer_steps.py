@@ -80,6 +80,7 @@ class OuterSteps:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_restored = False
         self._is_stopped = False
+        self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
@@ -104,6 +105,17 @@ class OuterSteps:
     def is_of(self, module: nn.Module) -> bool:
         """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
         return self.module in (module, getattr(module, "module", None))
+
+    def _refuse_shared(self, others: Sequence[OuterSteps]) -> None:
+        """Raise for a parameter of which ``others``, too, would take an outer step. Averaging twice does no harm."""
+        for other in others:
+            parameters = set(other._parameters().values())
+            shared = [name for name, parameter in self._parameters().items() if parameter in parameters]
+            if shared and (self._lr, other._lr, self._momentum, other._momentum) != (1, 1, 0, 0):
+                raise ValueError(
+                    f"parameter {shared[0]!r} is in two wrappers, and would get two outer steps in place of one: put "
+                    "the modules that share it into one wrapper"
+                )
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the wrapper averages, by name, each once."""
