@@ -1,7 +1,10 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -650,3 +653,64 @@ def test_a_graph_that_communicates():
     (loss,) = losses_of([output], SumOfRanks.apply(output.mean()) / 2)
     weigh(loss, counts[rank]).backward()
     assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_two_reentrant_checkpoints_around_a_wrapper():
+    """Each has a backward of its own, so that the second one begins with averages."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    want = expected(module, [3, 5])
+    wrapper = DistributedDataParallel(module)
+    for _ in range(2):
+        parts = [checkpoint(wrapper, data(4, 4, step=k).requires_grad_(), use_reentrant=True) for k in range(2)]
+        with pytest.raises((UnusableError, PeerAbortedError), match="use_reentrant=False"):
+            weigh(sum(part.pow(2).mean() for part in parts), 3 + 2 * rank).backward()
+        wrapper.zero_grad()
+        weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+        assert_gradients(module, want)
+        wrapper.zero_grad()
+
+
+class Meeting(torch.autograd.Function):
+    """Its backward waits until that of each thread has come."""
+
+    barrier = threading.Barrier(2)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Meeting.barrier.wait(20)
+        return gradient
+
+
+@on_two_ranks
+def test_backwards_on_two_threads():
+    rank, counts = dist.get_rank(), [[3, 5], [50, 7]]
+    modules = [seeded(mlp, 4, 5, 2) for _ in counts]
+    wants = [expected(module, own) for module, own in zip(modules, counts, strict=True)]
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    losses = [weigh(Meeting.apply(loss_of(one, rank)), own[rank]) for one, own in zip(wrappers, counts, strict=True)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda loss: loss.backward(), losses))
+    for module, want in zip(modules, wants, strict=True):
+        assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_a_loss_without_a_weight_after_weighed_ones():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    for drops in (False, True):
+        with wrapper.no_sync():
+            weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+        if drops:
+            torch.optim.SGD(module.parameters(), 0.1).zero_grad()
+        refusal = pytest.raises((UnusableError, PeerAbortedError), match="without a weight would add")
+        with nullcontext() if drops else refusal:
+            loss_of(wrapper, rank).backward()
+        if drops:
+            assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [1, 1]))
+        wrapper.zero_grad()
