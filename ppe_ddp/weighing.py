@@ -28,6 +28,7 @@ from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import (
     EXISTS,
     GRADIENT,
+    accumulates_below,
     at_end_of_backward,
     fits,
     graph_task,
@@ -73,7 +74,8 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
 
     Raises:
         ValueError: The count is negative, infinite or NaN.
-        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight.
+        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight; or
+            the backward comes to no wrapper.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number = float(count)
@@ -91,7 +93,7 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
-        ctx.count, ctx.executions, ctx.end, ctx.thread = count, 0, lambda: None, 0
+        ctx.count, ctx.executions, ctx.end, ctx.thread, ctx.is_counted = count, 0, lambda: None, 0, False
         _Weigh.alive.add(ctx)
         return loss * count  # not divided by a number of this rank's, as graphs that communicate mix gradients of ranks
 
@@ -108,8 +110,14 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     @uncompiled_hook
     def has_ended(ctx: Any) -> None:
-        """Note that a backward is over."""
+        """Note that a backward is over, and hold it to have come to a wrapper."""
         ctx.end = lambda: None
+        if not ctx.is_counted and accumulates_below(ctx):
+            raise UnusableError(
+                "the backward of weigh(loss, count) has come to no wrapper, and nothing divides its gradients by the "
+                "count: call weigh() outside of checkpoints with use_reentrant=True, pass gradients on by autograd (no "
+                "detach()), and wrap the module where there is one rank, too"
+            )
 
 
 class Weights:
@@ -193,6 +201,8 @@ class Weights:
             is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
             running = (node for node in nodes if node.end() is not None)
             behind = [node for node in running if node.thread == thread or not is_on_cpu]
+        for node in behind:
+            node.is_counted = True
         return {node: node.executions + (node.end() is None) for node in behind}
 
     @classmethod

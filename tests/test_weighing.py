@@ -714,3 +714,21 @@ def test_a_loss_without_a_weight_after_weighed_ones():
         if drops:
             assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [1, 1]))
         wrapper.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["in a reentrant checkpoint", "in two parts", "without a wrapper"])
+@on_two_ranks
+def test_a_backward_that_comes_to_no_wrapper(how):
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    output = (seeded(mlp, 4, 5, 2) if how == "without a wrapper" else wrapper)(data(4, 4))
+    if how == "in a reentrant checkpoint":
+        loss = checkpoint(lambda part: weigh(part.mean(), 3), output, use_reentrant=True)
+    else:
+        loss = weigh((output.detach().requires_grad_() if how == "in two parts" else output).mean(), 3)
+    with pytest.raises((UnusableError, PeerAbortedError), match="has come to no wrapper"):
+        loss.backward()
+    del output, loss
+    wrapper.zero_grad()
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
