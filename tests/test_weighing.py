@@ -732,3 +732,26 @@ def test_a_backward_that_comes_to_no_wrapper(how):
     wrapper.zero_grad()
     weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
     assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
+
+
+@on_two_ranks
+def test_wrappers_of_one_rank_that_share_parameters():
+    """Of one module, and one inside the other."""
+    group, module = dist.new_subgroups(1)[0], seeded(mlp, 4, 5, 2)
+    first = DistributedDataParallel(module, process_group=group)
+    second = DistributedDataParallel(nn.Sequential(module), process_group=group)
+    outer = DistributedDataParallel(nn.Sequential(first), process_group=group)
+    for wrappers in ([first, second], [outer]):
+        loss = sum(one(data(4, 4)) for one in wrappers).pow(2).mean()
+        want = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        weigh(loss, 3).backward()
+        assert_gradients(module, dict(zip(gradients(module), want, strict=True)))
+        module.zero_grad()
+
+
+@on_two_ranks
+def test_wrappers_of_other_ranks_that_share_parameters():
+    inner = DistributedDataParallel(seeded(mlp, 4, 5, 2), process_group=dist.new_subgroups(1)[0])
+    outer = DistributedDataParallel(nn.Sequential(inner))
+    with pytest.raises((UnusableError, PeerAbortedError), match="need one group of ranks"):
+        weigh(loss_of(outer, dist.get_rank()), 3).backward()
