@@ -48,6 +48,8 @@ float32, which lies between them."""
 UNWEIGHTED_BYTES = b"\x00\xff"
 SAID = tuple(struct.pack(">I", word) for word in (_NOTHING, _UNWEIGHTED))
 """The field of a rank that has not weighed: without gradients, and with some."""
+WEIGHS_NOTHING = struct.pack(">I", 1)
+"""The field of a rank whose counts are all 0."""
 NBYTES = 4
 """The size of a rank's field."""
 _Versions = list[tuple[int, int]] | None

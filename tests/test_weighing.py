@@ -755,3 +755,21 @@ def test_wrappers_of_other_ranks_that_share_parameters():
     outer = DistributedDataParallel(nn.Sequential(inner))
     with pytest.raises((UnusableError, PeerAbortedError), match="need one group of ranks"):
         weigh(loss_of(outer, dist.get_rank()), 3).backward()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@on_two_ranks
+def test_a_rank_whose_losses_weigh_nothing_sends_no_buffers(skips):
+    """The other rank has written the same ones, or none (`skips`)."""
+    module, rank = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    for _ in range(2):
+        if skips and rank:
+            module[1].eval()
+        weigh(wrapper(data(4, 3) * (1 if rank else torch.nan)).pow(2).mean(), 4 * rank).backward()
+        wrapper.zero_grad()
+        means = [torch.empty(3) for _ in range(2)]
+        dist.all_gather(means, module[1].running_mean)
+        assert means[0].isfinite().all()
+        assert bool(means[0].any()) is not skips
+        assert means[0].equal(means[1])

@@ -253,7 +253,7 @@ class BucketSynchronizer(Synchronizer):
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
             is_writer = self._buffer_writes.of(buffers) if buffers else []
-            if backward.silent:
+            if backward.silent or weights.is_nothing:
                 is_writer = [False] * len(is_writer)
             exchange = self.negotiation.start(
                 local,
