@@ -7,6 +7,7 @@ has a trial in ``tests/torch_internals_check.py``, which fails under a torch tha
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from operator import is_not
@@ -110,6 +111,25 @@ def current_node() -> Node | None:
     """The node that this thread is executing, or whose hooks it is calling; None outside of a backward."""
     node: Node | None = torch._C._current_autograd_node()
     return node
+
+
+def accumulates_below(top: Node | None = None) -> bool:
+    """Whether the graph task on this thread accumulates gradients below ``top``; ``autograd.grad`` does not.
+
+    Without ``top``, it is the node that the task executes. The first leaf that is found below it decides.
+    """
+    below, seen = [top or current_node()], set()
+    while below:
+        node = below.pop()
+        if node is None or node in seen:
+            continue
+        if hasattr(node, "variable"):
+            with suppress(RuntimeError):  # autograd.grad of this leaf
+                return node_is_executed()(node)
+            return False
+        seen.add(node)
+        below += [after for after, _ in node.next_functions]
+    return False
 
 
 # ---------------------------------------------------------------------- tensors

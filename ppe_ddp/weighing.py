@@ -17,7 +17,9 @@ from __future__ import annotations
 import math
 import struct
 import weakref
+from functools import partial
 from itertools import compress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -26,6 +28,7 @@ from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import (
     EXISTS,
     GRADIENT,
+    accumulates_below,
     at_end_of_backward,
     fits,
     graph_task,
@@ -45,6 +48,8 @@ float32, which lies between them."""
 UNWEIGHTED_BYTES = b"\x00\xff"
 SAID = tuple(struct.pack(">I", word) for word in (_NOTHING, _UNWEIGHTED))
 """The field of a rank that has not weighed: without gradients, and with some."""
+WEIGHS_NOTHING = struct.pack(">I", 1)
+"""The field of a rank whose counts are all 0."""
 NBYTES = 4
 """The size of a rank's field."""
 _Versions = list[tuple[int, int]] | None
@@ -71,7 +76,8 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
 
     Raises:
         ValueError: The count is negative, infinite or NaN.
-        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight.
+        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight; or
+            the backward comes to no wrapper.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number = float(count)
@@ -89,20 +95,31 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
-        ctx.count, ctx.executions, ctx.end = count, 0, lambda: None
+        ctx.count, ctx.executions, ctx.end, ctx.thread, ctx.is_counted = count, 0, lambda: None, 0, False
         _Weigh.alive.add(ctx)
         return loss * count  # not divided by a number of this rank's, as graphs that communicate mix gradients of ranks
 
     @staticmethod
     @uncompiled_hook
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        def end() -> None: ...
-
+        end = partial(_Weigh.has_ended, ctx)
         at_end_of_backward(end)
-        ctx.end = weakref.ref(end)  # lives as long as the graph task
+        ctx.end, ctx.thread = weakref.ref(end), get_ident()  # it is gone, too, if the backward raises
         Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.count, None
+
+    @staticmethod
+    @uncompiled_hook
+    def has_ended(ctx: Any) -> None:
+        """Note that a backward is over, and hold it to have come to a wrapper."""
+        ctx.end = lambda: None
+        if not ctx.is_counted and accumulates_below(ctx):
+            raise UnusableError(
+                "the backward of weigh(loss, count) has come to no wrapper, and nothing divides its gradients by the "
+                "count: call weigh() outside of checkpoints with use_reentrant=True, pass gradients on by autograd (no "
+                "detach()), and wrap the module where there is one rank, too"
+            )
 
 
 class Weights:
@@ -141,16 +158,12 @@ class Weights:
 
         If the backward ``is_synchronized``, :meth:`settle` is called at its end, or :meth:`remember` after a failure.
         """
-        if not _Weigh.alive or self._task == (task := graph_task()):
+        if not (_Weigh.alive or self.is_weighed) or self._task == (task := graph_task()):
             return
         self._task = task
-        behind = {}
-        for node in list(_Weigh.alive):
-            is_over = node.end() is None  # its last execution, if any, was in an older backward
-            execution = node.executions + is_over
-            if self._counted.get(node, 0) < execution and not (is_over and not self._is_executed(node)):
-                behind[node] = execution
-        if not behind:
+        behind = self._behind()
+        new = {node: execution for node, execution in behind.items() if self._counted.get(node, 0) < execution}
+        if not new and (behind or not self.is_weighed):
             return
         if self.is_refused:
             raise UnusableError(
@@ -163,16 +176,36 @@ class Weights:
         if has_gradients and not self.is_weighed:
             raise UnusableError(
                 "weigh() begins with gradients that are averages, or of losses without a weight, and would weigh them, "
-                "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh()"
+                "too: clear them first (optimizer.zero_grad()); several losses of one step are one sum in one weigh(); "
+                "checkpoints in one step around the wrapper have use_reentrant=False"
             )
         if not has_gradients and (self._is_dropped or self._left != versions):
             self.settle()  # the user has dropped the gradients that were counted before
+        if not new:
+            if self.is_weighed:
+                raise UnusableError(
+                    "a loss without a weight would add to gradients of weighed ones that are not synchronized yet: "
+                    "call weigh() on all losses of a step, or clear the gradients first (zero_grad() of the wrapper)"
+                )
+            return
         self._left, self._is_dropped = None, False
         if not is_synchronized:
             at_end_of_backward(self.remember)
-        self._counted.update(behind)
-        self.total, self.is_weighed = self.total + sum(node.count for node in behind), True
+        self._counted.update(new)
+        self.total, self.is_weighed = self.total + sum(node.count for node in new), True
         self.is_nothing = not self.total
+
+    def _behind(self) -> dict[Any, int]:
+        """The losses of the backward on this thread, each with the number of its execution there."""
+        nodes = list(_Weigh.alive)
+        behind = [node for node in nodes if self._is_executed(node)]
+        if not behind:  # in a reentrant checkpoint they are in the backward around it, which on a CPU is of this thread
+            is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
+            running = (node for node in nodes if node.end() is not None)
+            behind = [node for node in running if node.thread == thread or not is_on_cpu]
+        for node in behind:
+            node.is_counted = True
+        return {node: node.executions + (node.end() is None) for node in behind}
 
     @classmethod
     def look_all(cls) -> None:
@@ -220,7 +253,12 @@ class Weights:
             self.settle()
 
     def settle(self) -> None:
-        """Drop the counts, as the gradients were synchronized or dropped."""
+        """Drop the counts, as the gradients were synchronized or dropped.
+
+        Another backward inside the one that is running counts its losses once more.
+        """
+        for node in [node for node in self._counted if node.end() is not None]:
+            del self._counted[node]
         self.total, self.is_weighed, self.is_nothing, self._is_dropped = 0.0, False, False, False
 
     def are_zeros(self) -> bool:

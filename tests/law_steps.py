@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -348,13 +348,17 @@ class Reference:
     def _written_buffer(self, name: str) -> Tensor:
         """The buffer of the first rank that has written one of its submodule; of rank 0 where none has."""
         owner, _, key = name.rpartition(".")
-        modules = [module.get_submodule(owner) for module in self._copies]
+        modules = [module.get_submodule(owner) for module in self._sources()]
         prefix = f"{owner}." if owner else ""
         for module in modules:
             own = module.named_buffers(recurse=False)
             if any(not torch.equal(buffer, self._buffers[prefix + key]) for key, buffer in own):
                 return module.get_buffer(key)
         return modules[0].get_buffer(key)
+
+    def _sources(self) -> Sequence[nn.Module]:
+        """The modules of the ranks that may send buffers."""
+        return self._copies
 
     def _give_buffers(self, values: dict[str, Tensor]) -> None:
         """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""

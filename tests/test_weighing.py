@@ -1,7 +1,10 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -682,3 +685,123 @@ def test_what_a_compressor_keeps_in_a_join_has_the_divisor_of_its_step(where_use
             averages.append(module[0].weight.grad.flatten().tolist())
             assert module[1].bias.grad.item() == 1
     assert averages == [[8.0, 0.0, 0.0, 0.0], [0.0, 4.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]][: len(averages)]
+
+
+@on_two_ranks
+def test_two_reentrant_checkpoints_around_a_wrapper():
+    """Each has a backward of its own, so that the second one begins with averages."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    want = expected(module, [3, 5])
+    wrapper = DistributedDataParallel(module)
+    for _ in range(2):
+        parts = [checkpoint(wrapper, data(4, 4, step=k).requires_grad_(), use_reentrant=True) for k in range(2)]
+        with pytest.raises((UnusableError, PeerAbortedError), match="use_reentrant=False"):
+            weigh(sum(part.pow(2).mean() for part in parts), 3 + 2 * rank).backward()
+        wrapper.zero_grad()
+        weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+        assert_gradients(module, want)
+        wrapper.zero_grad()
+
+
+class Meeting(torch.autograd.Function):
+    """Its backward waits until that of each thread has come."""
+
+    barrier = threading.Barrier(2)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Meeting.barrier.wait(20)
+        return gradient
+
+
+@on_two_ranks
+def test_backwards_on_two_threads():
+    rank, counts = dist.get_rank(), [[3, 5], [50, 7]]
+    modules = [seeded(mlp, 4, 5, 2) for _ in counts]
+    wants = [expected(module, own) for module, own in zip(modules, counts, strict=True)]
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    losses = [weigh(Meeting.apply(loss_of(one, rank)), own[rank]) for one, own in zip(wrappers, counts, strict=True)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda loss: loss.backward(), losses))
+    for module, want in zip(modules, wants, strict=True):
+        assert_gradients(module, want)
+
+
+@on_two_ranks
+def test_a_loss_without_a_weight_after_weighed_ones():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    for drops in (False, True):
+        with wrapper.no_sync():
+            weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+        if drops:
+            torch.optim.SGD(module.parameters(), 0.1).zero_grad()
+        refusal = pytest.raises((UnusableError, PeerAbortedError), match="without a weight would add")
+        with nullcontext() if drops else refusal:
+            loss_of(wrapper, rank).backward()
+        if drops:
+            assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [1, 1]))
+        wrapper.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["in a reentrant checkpoint", "in two parts", "without a wrapper"])
+@on_two_ranks
+def test_a_backward_that_comes_to_no_wrapper(how):
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    output = (seeded(mlp, 4, 5, 2) if how == "without a wrapper" else wrapper)(data(4, 4))
+    if how == "in a reentrant checkpoint":
+        loss = checkpoint(lambda part: weigh(part.mean(), 3), output, use_reentrant=True)
+    else:
+        loss = weigh((output.detach().requires_grad_() if how == "in two parts" else output).mean(), 3)
+    with pytest.raises((UnusableError, PeerAbortedError), match="has come to no wrapper"):
+        loss.backward()
+    del output, loss
+    wrapper.zero_grad()
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
+
+
+@on_two_ranks
+def test_wrappers_of_one_rank_that_share_parameters():
+    """Of one module, and one inside the other."""
+    group, module = dist.new_subgroups(1)[0], seeded(mlp, 4, 5, 2)
+    first = DistributedDataParallel(module, process_group=group)
+    second = DistributedDataParallel(nn.Sequential(module), process_group=group)
+    outer = DistributedDataParallel(nn.Sequential(first), process_group=group)
+    for wrappers in ([first, second], [outer]):
+        loss = sum(one(data(4, 4)) for one in wrappers).pow(2).mean()
+        want = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        weigh(loss, 3).backward()
+        assert_gradients(module, dict(zip(gradients(module), want, strict=True)))
+        module.zero_grad()
+
+
+@on_two_ranks
+def test_wrappers_of_other_ranks_that_share_parameters():
+    inner = DistributedDataParallel(seeded(mlp, 4, 5, 2), process_group=dist.new_subgroups(1)[0])
+    outer = DistributedDataParallel(nn.Sequential(inner))
+    with pytest.raises((UnusableError, PeerAbortedError), match="need one group of ranks"):
+        weigh(loss_of(outer, dist.get_rank()), 3).backward()
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@on_two_ranks
+def test_a_rank_whose_losses_weigh_nothing_sends_no_buffers(skips):
+    """The other rank has written the same ones, or none (`skips`)."""
+    module, rank = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    for _ in range(2):
+        if skips and rank:
+            module[1].eval()
+        weigh(wrapper(data(4, 3) * (1 if rank else torch.nan)).pow(2).mean(), 4 * rank).backward()
+        wrapper.zero_grad()
+        means = [torch.empty(3) for _ in range(2)]
+        dist.all_gather(means, module[1].running_mean)
+        assert means[0].isfinite().all()
+        assert bool(means[0].any()) is not skips
+        assert means[0].equal(means[1])

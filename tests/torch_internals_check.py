@@ -43,7 +43,12 @@ def try_node_is_executed():
     output = used * 2
     output.register_hook(lambda _: seen.extend(map(internals.node_is_executed(), nodes)))
     (output + unused.detach()).backward()
-    return seen == [True, False]
+    below, again = internals.accumulates_below, used * 2
+    again.register_hook(lambda _: seen.append(below()))
+    again.register_hook(lambda _: internals.at_end_of_backward(lambda: seen.append(below(again.grad_fn))))
+    again.backward(retain_graph=True)
+    torch.autograd.grad(again, used)
+    return seen == [True, False, True, True, False, False]
 
 
 def try_register_first_hook():

@@ -280,11 +280,23 @@ class Turn:
             return i is not None and self._state is _State.ASKED
         return bool(self._claimed[i])
 
-    def agree(self, apart: bytes) -> None:
+    def agree(self, apart: bytes, *, is_weighed: bool = False) -> None:
         """Take the maximum of :attr:`apart` over all ranks, which tells whom to wait for."""
+        if is_weighed:
+            self.check_weighed()
         own = self.apart
         same = [apart[k : k + 2] == own[k : k + 2] for k in range(0, len(own), 2)]
         self._ahead = [other for other in self._before if same[other._slot]]
+
+    def check_weighed(self) -> None:
+        """Raise :class:`UnusableError` if another wrapper averages some of the parameters over other ranks."""
+        own = self._shared
+        others = [other._shared.groups for other in self._sharers if other._shared in own._others]
+        if any(other.parent is not own.groups.parent for other in others):
+            raise UnusableError(
+                f"rank {own.groups.rank}: with weigh(), wrappers in one backward that share parameters need one group "
+                "of ranks, as the second one would weigh the averages of the first: wrap these parameters once"
+            )
 
     def wait(self) -> Generator[Callable[[], bool], None, None]:
         """Wait for the turn, as steps."""

@@ -17,7 +17,6 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import compress, repeat
 from operator import contains, is_, setitem
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from ppe_ddp.engine.gradients import GradientStreams, redistribute_gradients
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.errors import TorchChangedError, UnusableError
 from ppe_ddp.torch_internals import (
-    current_node,
+    accumulates_below,
     in_backward_optimizers,
     is_in_backward,
     node_is_executed,
@@ -85,24 +84,6 @@ class ReachedParameters:
                 "node_is_executed: this version of torch does not tell in a backward which parameters it will reach "
                 f"({error}); use a version that CONTRIBUTING.md names, and see `python -m ppe_ddp doctor`"
             ) from error
-
-    def accumulates(self) -> bool:
-        """Whether the graph task accumulates gradients below the node that it executes; ``autograd.grad`` does not.
-
-        The first leaf that is found below the node decides.
-        """
-        below, seen = [current_node()], set()
-        while below:
-            node = below.pop()
-            if node is None or node in seen:
-                continue
-            if hasattr(node, "variable"):
-                with suppress(RuntimeError):  # autograd.grad of this leaf
-                    return self._is_executed(node)
-                return False
-            seen.add(node)
-            below += [after for after, _ in node.next_functions]
-        return False
 
 
 _MOST_SEQUENCES = 64  # that are cached; graphs that change would add new ones for ever
@@ -190,7 +171,7 @@ class GradHooks:
                     self._handles.append(redistribute_gradients(parameter))
         self.streams = GradientStreams.of(parameters)
         self._reached = ReachedParameters(parameters)
-        self.reached, self.accumulates = self._reached.indices, self._reached.accumulates
+        self.reached, self.accumulates = self._reached.indices, accumulates_below
 
     def remove(self) -> None:
         """Remove the library's hooks from the parameters."""

@@ -33,6 +33,7 @@ from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Planner, fingerprint
 from ppe_ddp.errors import DisagreementError
+from ppe_ddp.weighing import NBYTES, WEIGHS_NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -173,9 +174,14 @@ class Agreement(NamedTuple):
     def senders(self, second: bytes) -> list[int]:
         """The rank that sends each submodule's buffers, by the digits in the mask and the ``second`` in the vote.
 
-        It is the lowest rank that has written any of them; if none has, the first rank that contributes.
+        It is the lowest rank that has written any of them, and whose losses weigh something; if none has, the first
+        rank that contributes.
         """
-        return ranks_named(self.writers, second, max(self.statuses.find(1), 0))
+        first, weights = max(self.statuses.find(1), 0), self.weights
+        if WEIGHS_NOTHING in weights:
+            weigh = [weights[i : i + NBYTES] != WEIGHS_NOTHING for i in range(0, len(weights), NBYTES)]
+            first = next((i for i, status in enumerate(self.statuses) if status == 1 and weigh[i]), first)
+        return ranks_named(self.writers, second, first)
 
 
 class Negotiation:

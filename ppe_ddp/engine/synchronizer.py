@@ -255,7 +255,7 @@ class BucketSynchronizer(Synchronizer):
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
             is_writer = self._buffer_writes.of(buffers) if buffers else []
-            if backward.silent:
+            if backward.silent or weights.is_nothing:
                 is_writer = [False] * len(is_writer)
             exchange = self.negotiation.start(
                 local,
@@ -282,7 +282,7 @@ class BucketSynchronizer(Synchronizer):
             # What is kept from this step is added to one with other ranks, so it must have the factor of this step.
             weight = self._factor_by_active(answer)
         if backward.turn is not None:
-            backward.turn.agree(answer.apart)
+            backward.turn.agree(answer.apart, is_weighed=weight is not None)
         views = self._policy.views and not self.gradients.stays_in_place
         masks = self._groups.node_masks
 
@@ -367,14 +367,17 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.agreed_at = perf_counter_ns()
         if backward.silent:  # its backward has raised, and no other rank waits
             return self._nothing
+        done: set[int] = set() if backward.turn is None else backward.turn.averaged
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
-            self._drop_gradients()
+            self._drop_gradients(but=done)
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
         if self.commits is not None:
             yield from self.commits()
-        self._weigh_alone()
+        if self.weights.is_weighed and backward.turn is not None:
+            backward.turn.check_weighed()
+        self._weigh_alone(done)
         if self.sharded_parameters is not None:
             every = self.sharded_parameters.with_shards(b"\1" * len(self._nothing))
             present = self.gradients.take_present([*compress(range(len(every)), every)])
@@ -386,13 +389,17 @@ class BucketSynchronizer(Synchronizer):
         parameters = enumerate(self._module_state.parameters)
         self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
 
-    def _weigh_alone(self) -> None:
-        weights = self.weights
-        if weights.is_weighed and not weights.is_nothing:
-            for parameter in self._module_state.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(weights.factor_alone)
-        weights.settle()
+    def _weigh_alone(self, done: set[int]) -> None:
+        """Divide the gradients by the counts, but those of parameters whose identities are in ``done``; adds the rest.
+
+        Another wrapper in this backward has divided these already.
+        """
+        if self.weights.is_weighed:
+            own = {id(one): one.grad for one in self._module_state.parameters if one.grad is not None}
+            for identity in own.keys() - done:
+                own[identity].mul_(self.weights.factor_alone)
+            done.update(own)
+        self.weights.settle()
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
         """Drop the step on all ranks, because some rank has NaN or infinity in its gradients."""

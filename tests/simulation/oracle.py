@@ -94,9 +94,12 @@ class ExactReference(Reference):
             is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in present)
             for parameter in present:
                 parameter.grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
-        self._totals = {}
         self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
+        self._totals = {}
         return Expectation(means, {}, (), self._buffers)
+
+    def _sources(self):
+        return [copy for rank, copy in enumerate(self._copies) if self._totals.get(rank, 1)] or self.present[:1]
 
     def scale(self, name):
         """The largest magnitude in a gradient on any rank."""
