@@ -20,6 +20,7 @@ from one_process import (
     gradients,
     mean_gradients,
     mlp,
+    of_all_ranks,
     seeded,
     square,
 )
@@ -393,6 +394,21 @@ def test_optimizers_that_step_in_backward_hooks(when, options):
         handle.remove()
     step(wrapper, dist.get_rank(), 4)
     assert_gradients(module, mean_gradients(module, lambda m, rank: step(m, rank, 4)))
+
+
+@on_two_ranks
+def test_a_hook_that_is_registered_between_forward_and_backward_gets_the_average():
+    wrapper, seen = DistributedDataParallel(seeded(mlp, 4, 2)), []
+    weight = wrapper.module[0].weight
+    output = wrapper(data(5, 4))
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    output.sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(*of_all_ranks(seen[0]))
+    output = wrapper(data(5, 4))
+    handle.remove()
+    output.sum().backward()
+    assert len(seen) == 1
 
 
 @on_two_ranks

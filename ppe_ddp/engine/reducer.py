@@ -192,11 +192,6 @@ class Reducer(Generic[C]):
         if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
             self._abort_if_unfinished(weakref.ref(self), backward.alive)
 
-    def before_forward(self) -> None:
-        """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""
-        self.shared.use()
-        self._user_grad_hooks.defer()
-
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
         """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.
 
@@ -391,6 +386,8 @@ class Reducer(Generic[C]):
                     raise
                 self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=triggers)
+        if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
+            hooks.defer()  # those too that were registered since the forward
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
@@ -501,6 +498,8 @@ class Reducer(Generic[C]):
                 )
             self.groups.check()
             turn = self.shared.turn()
+            if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
+                hooks.defer()
             self.synchronizer.begin_step()
             self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
             started = self._completion(backward)
