@@ -47,6 +47,28 @@ def test_functional_call(options):
     assert isinstance(wrapper.module[0].weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+@on_two_ranks
+def test_functional_call_with_other_parameters_beside_a_forward(order):
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    others = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in wrapper.named_parameters()}
+    x = data(5, 4)
+    if order == "before":
+        teacher = functional_call(wrapper, others, (x,))
+        (wrapper(x) - teacher.detach()).sum().backward()
+    else:
+        output = wrapper(x)
+        teacher = functional_call(wrapper, others, (x,))
+        with pytest.raises(
+            (UnusableError, PeerAbortedError), match=r"functional_call\(\) has put another nn.Parameter"
+        ):
+            (output - teacher.detach()).sum().backward()
+        wrapper.zero_grad()
+        wrapper(x).sum().backward()
+    assert_gradients(module, mean_gradients(module, lambda model, r: model(data(5, 4, rank=r)).sum().backward()))
+
+
 @on_two_ranks
 def test_functional_gradients_on_one_rank_alone():
     wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))

@@ -30,7 +30,7 @@ from ppe_ddp.engine.completion import (
     finish_and_conclude,
     note_failure_of_open,
 )
-from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, ReachedParameters, UserGradHooks, owners_of
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
 from ppe_ddp.errors import (
@@ -200,7 +200,8 @@ class Reducer(Generic[C]):
         """
         if self._parameters:
             outputs = mapped(self._with_node, outputs)
-        self._forwards.watch(tensors_in(outputs), self._on_output_gradient, counts=is_training and self.enabled)
+        on_gradient = partial(self._on_output_gradient, self._names, self._parameters)
+        self._forwards.watch(tensors_in(outputs), on_gradient, counts=is_training and self.enabled)
         return outputs
 
     def _with_node(self, output: Tensor) -> Tensor:
@@ -211,8 +212,10 @@ class Reducer(Generic[C]):
         is_leaf = output.requires_grad and output.grad_fn is None
         return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
 
-    def _on_output_gradient(self) -> None:
+    def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         if self.enabled:
+            if parameters is not self._parameters:
+                self._refuse_replaced(dict(zip(names, parameters, strict=True)))
             has_begun = self._begin_once()
             self.shared.end_callback = self._end_callback
             if not has_begun:
@@ -320,6 +323,25 @@ class Reducer(Generic[C]):
             "finish_grad_sync(); finish first. Where the backward is of another wrapper that has this parameter, too, "
             "call finish_grad_sync() alone, after it"
         )
+
+    def _refuse_replaced(self, before: Mapping[str, nn.Parameter]) -> None:
+        """Raise if this backward reaches parameters that ``functional_call`` has replaced in a later forward.
+
+        They are back in the module, but have no hooks before the next forward. ``before`` has those of this graph.
+        """
+        now = set(map(id, self._parameters))
+        back = set(map(id, getattr(self._wrapper(), "module", torch.nn.Identity()).parameters()))
+        replaced = [name for name, one in before.items() if id(one) in back and id(one) not in now]
+        reached = ReachedParameters([before[name] for name in replaced]).indices()
+        if not reached:
+            return
+        error = UnusableError(
+            f"rank {self.groups.rank}: a backward reaches {replaced[reached[0]]!r}, in whose place functional_call() "
+            "has put another nn.Parameter since the forward, so that its gradient would not be averaged: call it "
+            "before the forward, under torch.no_grad(), or with plain tensors (parameter.detach().requires_grad_())"
+        )
+        self.abort(str(error))
+        raise error
 
     def _refuse_compiled(self) -> NoReturn:
         raise UnusableError(
