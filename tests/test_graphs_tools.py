@@ -20,6 +20,7 @@ from one_process import (
     gradients,
     mean_gradients,
     mlp,
+    of_all_ranks,
     seeded,
     square,
 )
@@ -44,6 +45,28 @@ def test_functional_call(options):
 
     wrapper = check(seeded(mlp, 4, 4, 2), step, **options)
     assert isinstance(wrapper.module[0].weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@on_two_ranks
+def test_functional_call_with_other_parameters_beside_a_forward(order):
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module)
+    others = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in wrapper.named_parameters()}
+    x = data(5, 4)
+    if order == "before":
+        teacher = functional_call(wrapper, others, (x,))
+        (wrapper(x) - teacher.detach()).sum().backward()
+    else:
+        output = wrapper(x)
+        teacher = functional_call(wrapper, others, (x,))
+        with pytest.raises(
+            (UnusableError, PeerAbortedError), match=r"functional_call\(\) has put another nn.Parameter"
+        ):
+            (output - teacher.detach()).sum().backward()
+        wrapper.zero_grad()
+        wrapper(x).sum().backward()
+    assert_gradients(module, mean_gradients(module, lambda model, r: model(data(5, 4, rank=r)).sum().backward()))
 
 
 @on_two_ranks
@@ -393,6 +416,21 @@ def test_optimizers_that_step_in_backward_hooks(when, options):
         handle.remove()
     step(wrapper, dist.get_rank(), 4)
     assert_gradients(module, mean_gradients(module, lambda m, rank: step(m, rank, 4)))
+
+
+@on_two_ranks
+def test_a_hook_that_is_registered_between_forward_and_backward_gets_the_average():
+    wrapper, seen = DistributedDataParallel(seeded(mlp, 4, 2)), []
+    weight = wrapper.module[0].weight
+    output = wrapper(data(5, 4))
+    handle = weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    output.sum().backward()
+    assert len(seen) == 1
+    assert torch.equal(*of_all_ranks(seen[0]))
+    output = wrapper(data(5, 4))
+    handle.remove()
+    output.sum().backward()
+    assert len(seen) == 1
 
 
 @on_two_ranks

@@ -295,8 +295,9 @@ class UserGradHooks:
             is_frozen = [not parameter.requires_grad for parameter in parameters]
         # A parameter without a table needs no gradient. When that changes, the wrapper makes a new UserGradHooks.
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
-        self._just_tables = [table for i, _, table in self._tables if not is_frozen[i]]
-        self._frozen_tables = [table for i, _, table in self._tables if is_frozen[i]]  # without the library's hook
+        self.tables = [table for _, _, table in self._tables]
+        self.bare = [int(not is_frozen[i]) for i, _, _ in self._tables]
+        """The lengths of the hook tables that have the library's hooks alone."""
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -308,8 +309,7 @@ class UserGradHooks:
     def defer(self) -> None:
         """Defer the hooks that were registered since the last call."""
         self._hooked.clear()
-        has_others = max(map(len, self._just_tables), default=0) > 1 or any(self._frozen_tables)  # any user's hooks
-        for i, parameter, table in self._tables if has_others else ():
+        for i, parameter, table in self._tables:
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
             if users:
                 self._hooked.append((i, parameter))

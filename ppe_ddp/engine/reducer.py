@@ -30,7 +30,7 @@ from ppe_ddp.engine.completion import (
     finish_and_conclude,
     note_failure_of_open,
 )
-from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, ReachedParameters, UserGradHooks, owners_of
 from ppe_ddp.engine.gradients import copied_gradients
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
@@ -193,11 +193,6 @@ class Reducer(Generic[C]):
         if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
             self._abort_if_unfinished(weakref.ref(self), backward.alive)
 
-    def before_forward(self) -> None:
-        """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""
-        self.shared.use()
-        self._user_grad_hooks.defer()
-
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
         """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.
 
@@ -206,7 +201,8 @@ class Reducer(Generic[C]):
         """
         if self._parameters:
             outputs = mapped(self._with_node, outputs)
-        self._forwards.watch(tensors_in(outputs), self._on_output_gradient, counts=is_training and self.enabled)
+        on_gradient = partial(self._on_output_gradient, self._names, self._parameters)
+        self._forwards.watch(tensors_in(outputs), on_gradient, counts=is_training and self.enabled)
         return outputs
 
     def _with_node(self, output: Tensor) -> Tensor:
@@ -217,8 +213,10 @@ class Reducer(Generic[C]):
         is_leaf = output.requires_grad and output.grad_fn is None
         return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
 
-    def _on_output_gradient(self) -> None:
+    def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         if self.enabled:
+            if parameters is not self._parameters:
+                self._refuse_replaced(dict(zip(names, parameters, strict=True)))
             has_begun = self._begin_once()
             self.shared.end_callback = self._end_callback
             if not has_begun:
@@ -327,6 +325,25 @@ class Reducer(Generic[C]):
             "call finish_grad_sync() alone, after it"
         )
 
+    def _refuse_replaced(self, before: Mapping[str, nn.Parameter]) -> None:
+        """Raise if this backward reaches parameters that ``functional_call`` has replaced in a later forward.
+
+        They are back in the module, but have no hooks before the next forward. ``before`` has those of this graph.
+        """
+        now = set(map(id, self._parameters))
+        back = set(map(id, getattr(self._wrapper(), "module", torch.nn.Identity()).parameters()))
+        replaced = [name for name, one in before.items() if id(one) in back and id(one) not in now]
+        reached = ReachedParameters([before[name] for name in replaced]).indices()
+        if not reached:
+            return
+        error = UnusableError(
+            f"rank {self.groups.rank}: a backward reaches {replaced[reached[0]]!r}, in whose place functional_call() "
+            "has put another nn.Parameter since the forward, so that its gradient would not be averaged: call it "
+            "before the forward, under torch.no_grad(), or with plain tensors (parameter.detach().requires_grad_())"
+        )
+        self.abort(str(error))
+        raise error
+
     def _refuse_compiled(self) -> NoReturn:
         raise UnusableError(
             f"rank {self.groups.rank}: compiled autograd has compiled this backward, and is not supported: turn it off "
@@ -392,6 +409,8 @@ class Reducer(Generic[C]):
                     raise
                 self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=triggers)
+        if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
+            hooks.defer()  # those too that were registered since the forward
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
@@ -506,6 +525,8 @@ class Reducer(Generic[C]):
                 )
             self.groups.check()
             turn = self.shared.turn()
+            if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
+                hooks.defer()
             self.synchronizer.begin_step()
             self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
             started = self._completion(backward)
