@@ -102,8 +102,8 @@ class OuterSteps:
         return self._steps != self._synchronized_at
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
-        return self.module in (module, getattr(module, "module", None))
+        """Whether ``module`` is or contains the module whose parameters are averaged."""
+        return any(one is self.module for one in module.modules())
 
     @uncompiled
     def _begin_inner_step(self) -> None:
