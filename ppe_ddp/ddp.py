@@ -208,7 +208,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _move(self, steps: int) -> Reducer[BucketSynchronizer]:
         """Make a new engine in the current default group, after ``steps`` steps. All ranks of it call this together.
 
-        It takes over the weights of this rank's gradients, and the state of its compressor.
+        It takes over the weights of this rank's gradients, which buffers it has written, and its compressor's state.
         """
         old, self._origin = self._reducer, "a new one"
         if old is not None:
@@ -218,7 +218,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._start(synchronize=False)
         assert self._reducer is not None
         if old is not None:
-            self._reducer.synchronizer.go_on_from(old.synchronizer.weights)
+            self._reducer.synchronizer.go_on_from(old.synchronizer)
         return self._reducer
 
     def _agreed(self) -> str:

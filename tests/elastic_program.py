@@ -63,13 +63,27 @@ PHASES = {
 }
 
 
+class Total(nn.Module):
+    """Adds up what passes, in a buffer that is in state dicts and in one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("saved", torch.zeros(()))
+        self.register_buffer("transient", torch.zeros(()), persistent=False)
+
+    def forward(self, hidden):
+        self.saved += hidden.detach().sum()
+        self.transient += self.saved
+        return hidden
+
+
 class Branches(nn.Module):
     """A network that takes another path for other rows."""
 
     def __init__(self):
         super().__init__()
         self.stem, self.norm, self.head = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
-        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Total()) for _ in range(3))
 
     def forward(self, rows):
         hidden = self.norm(self.stem(DATA[rows]))
@@ -211,7 +225,7 @@ def replica(
     try:
         parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
         training = ElasticTraining(membership, parts, timeout=timeout)
-        log("joined", training.committed, dist.get_world_size())
+        log("joined", training.committed, dist.get_world_size(), values_of(net.buffers()).tolist())
         train(training, net, model, optimizer, ballast, raises_at, steps, log)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
@@ -429,7 +443,10 @@ def read(folder):
 
 
 def replay(logs, steps):
-    """The weights to which one process comes, with what the replicas say that they have done; checks what they say."""
+    """The weights to which one process comes, with what the replicas say that they have done; checks what they say.
+
+    Also the buffers, of which each module has those of the first rank that has used it.
+    """
     names = {entry[2]: name for name, log in logs.items() for entry in log if entry[0] == "starts"}
     rows = {(name, entry[2]): entry[3] for name, log in logs.items() for entry in log if entry[0] == "takes"}
     took_part = {}
@@ -451,14 +468,25 @@ def replay(logs, steps):
         if BATCH * (step + 1) * 5 < ROWS:  # five replicas at most at a time: the first time through
             assert not seen & set(taken), f"step {step} has rows that were taken before"
             seen.update(taken)
+        before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        after = {}
         for member in members:
             (net(rows[names[member], step]) / len(members)).backward()
+            written = {name: buffer.clone() for name, buffer in net.named_buffers() if not buffer.equal(before[name])}
+            after = {**written, **after}
+            for name, buffer in net.named_buffers():
+                buffer.copy_(before[name])
+        for name, value in after.items():
+            net.get_buffer(name).copy_(value)
         optimizer.step()
-    return values_of(net.parameters())
+    return values_of(net.parameters()), values_of(net.buffers())
 
 
-def check(logs, codes, steps, *, replays=True):
-    """What is wrong with a run; empty where nothing is."""
+def check(logs, codes, steps, *, replays=True, with_buffers=False):
+    """What is wrong with a run; empty where nothing is.
+
+    Buffers are those of one process only if no rank dies after it may have sent its own, and none joins meanwhile.
+    """
     allowed = {0, -signal.SIGKILL, "late"}
     if any(entry[0] in ("cut", "stopped") for log in logs.values() for entry in log):
         allowed.add(LEFT_OUT)
@@ -470,12 +498,18 @@ def check(logs, codes, steps, *, replays=True):
     for what, values in zip(("weights", "buffers"), zip(*ends, strict=True), strict=True):
         if any(one != values[0] for one in values):
             return f"the replicas have ended with different {what}"
+    for values in (entry[4] for log in logs.values() for entry in log if entry[0] == "joined"):
+        totals = values[-6:]  # of the three branches
+        if any(saved and not transient for saved, transient in zip(totals[::2], totals[1::2], strict=True)):
+            return f"a replica has joined without the buffers that no state dict has: {totals}"
     if not replays:
         return ""
     try:
-        expected = replay(logs, steps)
+        expected, buffers = replay(logs, steps)
     except (AssertionError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
+    if with_buffers and not torch.allclose(torch.tensor(ends[0][1][:-1]).double(), buffers):
+        return f"the buffers are {ends[0][1]}, and those of one process {buffers.tolist()}"
     off = float((expected - torch.tensor(ends[0][0]).double()).abs().max())
     return "" if off < 1e-6 else f"the weights are {off:g} off those of one process"
 
@@ -541,6 +575,7 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
     parser.add_argument("--raises-at", type=int)
     parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
@@ -585,7 +620,8 @@ def main():
             nodes.close()
         logs = read(folder)
         print(end=f"{seed} ", file=sys.stderr, flush=True)
-        wrong = check(logs, codes, options.steps, replays=not (options.compressed or options.engine == "torchft"))
+        replays = not (options.compressed or options.engine == "torchft")
+        wrong = check(logs, codes, options.steps, replays=replays, with_buffers=options.buffers)
         if wrong:
             bad.append(seed)
             print(f"seed {seed}: {faults}: {wrong} ({folder})", flush=True)

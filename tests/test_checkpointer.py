@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import errno
 import io
 import itertools
 import json
@@ -16,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
@@ -26,6 +30,7 @@ from ppe_ddp import (
     CommunicationError,
     DisagreementError,
     DistributedDataParallel,
+    DistributedOptimizer,
     PeerAbortedError,
     megatron,
 )
@@ -270,6 +275,166 @@ def go_on_from_never_broadcast(folder):
     module = Towers()
     Checkpointer(folder, {"model": module}, process_group=alone).load()
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in everyone[0].items())
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other
+
+
+class Counting(nn.Linear):
+    """Counts the rows that it has seen, in its extra state."""
+
+    seen = 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def with_differences(how):
+    """The parts of a training whose ranks come to differ in ``how``, and the module that is called."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), Counting(4, 4) if how == "extra state" else nn.Linear(4, 4))
+    if how == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.weight", "1.bias"])
+    model = DistributedDataParallel(net[0] if how == "outer steps" else net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    parts = {"net": net, "optimizer": optimizer}
+    if how == "outer steps":
+        parts["outer"] = LocalSGD(model, optimizer, every=5)
+    elif how != "extra state":
+        model.train_apart()
+    return parts, nn.Sequential(model, net[1]) if how == "outer steps" else model
+
+
+@pytest.mark.parametrize("how", ["apart", "ignored", "extra state", "outer steps"])
+@on_two_ranks
+def test_what_differs_between_ranks_goes_on_on_each(how):
+    rank, folder = dist.get_rank(), shared_folder()
+    parts, model = with_differences(how)
+    for step in range(2):
+        torch.manual_seed(10 * step + rank)
+        parts["optimizer"].zero_grad()
+        model(torch.randn(3 + rank, 4)).square().mean().backward()
+        if step or rank == 0:  # the state of rank 1 begins later
+            parts["optimizer"].step()
+    wanted = copy.deepcopy([part.state_dict() for part in parts.values()])
+    everyone = of_all_ranks(wanted)
+    assert not equal(everyone[0][0], everyone[1][0])
+    Checkpointer(folder, parts).save(1)
+    again, _ = with_differences(how)
+    Checkpointer(folder, dict(reversed(again.items())) if rank else again).load()
+    assert equal([part.state_dict() for part in again.values()], wanted)
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    net = nn.Sequential(nn.Linear(4, 4), type(again["net"][1])(4, 4))
+    Checkpointer(folder, {"net": net}, process_group=alone).load()
+    first, second = (state[0] for state in everyone)
+    for name, value in net.state_dict().items():
+        assert equal(value, (first[name] + second[name]) / 2 if how == "outer steps" else first[name])
+
+
+@on_two_ranks
+def test_each_rank_has_the_optimizer_state_that_it_had():
+    rank, folder = dist.get_rank(), shared_folder()
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    net, optimizer = made()
+    net(torch.ones(2, 4)).sum().backward()
+    if rank == 0:
+        net.bias.grad = None
+    optimizer.step()
+    Checkpointer(folder, {"optimizer": optimizer}).save(1)
+    _, again = made()
+    Checkpointer(folder, {"optimizer": again}).load()
+    assert equal(again.state_dict(), optimizer.state_dict())
+    assert len(again.state) == 1 + rank
+
+
+@on_two_ranks
+def test_parts_that_communicate_do_so_in_one_order_and_none_waits_for_a_rank_that_raises():
+    class Refusing:
+        def state_dict(self):
+            if self.refuses:
+                raise ArithmeticError("no state")
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = megatron.DistributedDataParallel(None, config, nn.Linear(5, 3))
+    other = Refusing()
+    other.refuses = False
+    parts = {"a": other, "model": model, "z": DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)}
+    rank = dist.get_rank()
+    checkpointer = Checkpointer(shared_folder(), dict(reversed(parts.items())) if rank else parts)
+    checkpointer.save(1)
+    assert checkpointer.load().step == 1
+    other.refuses = rank == 1
+    with pytest.raises(CheckpointError, match="rank 1: ArithmeticError: no state"):
+        checkpointer.save(2)
+    other.refuses = False
+    checkpointer.save(3)
+
+
+@on_two_ranks
+def test_a_plain_optimizer_goes_on_under_tensor_parallelism():
+    mesh, folder = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), shared_folder()
+
+    def made():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        return model, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    Checkpointer(folder, {"model": model, "optimizer": optimizer}).save(1)
+    again, its_optimizer = made()
+    Checkpointer(folder, {"model": again, "optimizer": its_optimizer}).load()
+    step(model, optimizer)
+    step(again, its_optimizer)
+    for own, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(own.to_local(), other.to_local()) if isinstance(own, DTensor) else torch.equal(own, other)
+
+
+def test_modules_get_the_versions_with_which_they_were_saved(tmp_path):
+    class Doubled(nn.Linear):
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            if local_metadata.get("version", 1) < self._version:
+                state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    saved, loaded = nn.ModuleList([Doubled(2, 2)]), nn.ModuleList([Doubled(2, 2)])
+    Checkpointer(tmp_path, {"model": saved}).save(1)
+    loaded[0]._version = 2
+    for factor in (2, 1):
+        Checkpointer(tmp_path, {"model": loaded}).load()
+        assert torch.equal(loaded[0].weight, saved[0].weight * factor)
+        Checkpointer(tmp_path, {"model": loaded}).save(2)
+        saved = copy.deepcopy(loaded)
 
 
 @on_two_ranks
@@ -625,6 +790,24 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog, name, damage):
         DAMAGES[damage](one / name)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*(damaged|No such file)"):
         checkpointer.load()
+
+
+def test_what_cannot_be_read_for_once_is_passed_over_and_stays(tmp_path, caplog, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, {"model": nn.Linear(3, 3)})
+    for step in (1, 2):
+        checkpointer.save(step)
+    errors = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+    with monkeypatch.context() as patches:
+        digest = checkpoint_files._digest
+        patches.setattr(checkpoint_files, "_digest", lambda file: raise_(errors.pop()) if errors else digest(file))
+        assert checkpointer.load().step == 1
+    assert "000002-step-2 cannot be read: [Errno 24]" in caplog.text
+    checkpointer.save(3)
+    assert checkpointer.steps() == [1, 2, 3]
+
+
+def raise_(error):
+    raise error
 
 
 @pytest.mark.parametrize("rank", [0, 1])

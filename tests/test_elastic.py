@@ -58,6 +58,10 @@ def test_a_replacement_joins_and_has_what_the_others_have():
     print(run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3"))
 
 
+def test_buffers_are_those_of_a_rank_that_has_used_their_module():
+    run("--faults", '{"1": ["mask", 5, false, false]}', "--steps", "8", "--no-restarts", "--size", "3", "--buffers")
+
+
 def test_compressors_go_along():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--compressed")
 

@@ -169,20 +169,23 @@ class CheckpointFolder:
             else:
                 self.discard(aside)
 
-    def damage(self, name: str, part: int, parts: int) -> str:
-        """The first damage in the manifest or in this ``part`` of the files, as text; empty if there is none."""
+    def damage(self, name: str, part: int, parts: int) -> tuple[str, bool]:
+        """The first damage in the manifest or in this ``part`` of the files, as text; empty if there is none.
+
+        It also tells whether the damage stays: an error of reading may pass, as where too many files are open.
+        """
         manifest = self.path / name / MANIFEST
         try:
             try:
                 files = _files_of(manifest.read_text())
             except (ValueError, TypeError, KeyError) as error:
-                return f"{manifest} is damaged: {error}"
+                return f"{manifest} is damaged: {error}", True
             for file, digest in sorted(files.items())[part::parts]:
                 if list(_digest(self.path / name / file)) != list(digest):
-                    return f"{self.path / name / file} is damaged: it is not what was written"
+                    return f"{self.path / name / file} is damaged: it is not what was written", True
         except OSError as error:
-            return str(error)
-        return ""
+            return f"{self.path / name} cannot be read: {error}", isinstance(error, FileNotFoundError)
+        return "", False
 
     def discard(self, *names: str) -> None:
         """Remove partial checkpoints, as far as possible."""

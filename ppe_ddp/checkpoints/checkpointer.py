@@ -3,17 +3,19 @@
 The name of an entry begins with the part of the training that it belongs to:
 
     model.layer.weight                   a tensor of a module's state dict
+    model._metadata                      the versions of a module and the modules in it
     optimizer.state.0.exp_avg            of a torch optimizer, by the number of the parameter
     optimizer.state.layer.weight.step    of a DistributedOptimizer, by the parameter's name; sharded
     optimizer.param_groups               a value that is not a tensor
     outer.last.layer.weight              of LocalSGD or DiLoCo: a parameter after the last outer step
     ranks.3.own.scheduler                of rank 3 alone
     ranks.3.own.optimizer.state.0.step   an inner optimizer is saved by rank, and so is a module between two outer steps
-    ranks.3.buffers.model                buffers that differ between ranks; those of rank 0 are in model.* as well
+    ranks.3.differing                    other entries that differ between ranks; model.* has those of the first rank
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import re
@@ -31,10 +33,14 @@ from torch.optim import Optimizer
 
 from ppe_ddp.compression.comm_state import on_these_nodes
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
+from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
+from ppe_ddp.sharding.checkpoint_reader import dump_plain
+from ppe_ddp.torch_internals import metadata_of as versions_of
+from ppe_ddp.torch_internals import set_metadata
 
 if TYPE_CHECKING:
     import os
@@ -48,7 +54,7 @@ logger = logging.getLogger("ppe_ddp")
 
 RANKS = "ranks"
 """How the names of entries of one rank begin; the rank follows."""
-_POSITION = "position"
+_POSITION, _VERSIONS = "position", "_metadata"
 _IS_POSITION = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
@@ -70,7 +76,11 @@ class SavedPart:
 
     def entries(self) -> dict[str, Any]:
         """The entries to save, by name: plain values, and tensors, which are not copied."""
-        return {name: table[key] for name, table, key in self._places(self.what.state_dict())}
+        state = self.what.state_dict()
+        found = {name: table[key] for name, table, key in self._places(state)}
+        if (versions := versions_of(state)) is not None:
+            found[self.prefix + _VERSIONS] = {module: one.get("version") for module, one in versions.items()}
+        return found
 
     def _places(self, state: dict[Any, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
         """The name of each entry in ``state``, with the dictionary that it is in and its key there."""
@@ -87,9 +97,12 @@ class SavedPart:
 
     def load(self, entries: Mapping[str, Any]) -> None:
         """Take this part's entries from all that were read; every rank calls it together."""
-        state = self.what.state_dict()  # carries the versions of the modules
+        state = self.what.state_dict()
         for name, table, key in self._places(state):
             table[key] = entries[name]
+        if (versions := versions_of(state)) is not None:
+            saved = entries[self.prefix + _VERSIONS]
+            set_metadata(state, {module: {**one, "version": saved.get(module)} for module, one in versions.items()})
         self.what.load_state_dict(state)
 
     def _check_saved(self, entry: str, saved: Metadata) -> None:
@@ -135,9 +148,18 @@ class _SteppingPart(SavedPart):
         self._always = always
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors, with the shapes and dtypes that were saved."""
+        """New tensors, with the shapes and dtypes that were saved; DTensors if they are as large as a DTensor."""
         self._check_saved(self.prefix + self._always, saved)
-        return _as_saved(saved, self.prefix)
+        targets = _as_saved(saved, self.prefix)
+        groups = self.what.param_groups if isinstance(self.what, Optimizer) else []
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        for name, value in targets.items():
+            state, _, number = name.removeprefix(self.prefix).rpartition(".")[0].partition(".")
+            if state == "state" and number.isdecimal() and int(number) < len(parameters):
+                parameter = parameters[int(number)]
+                if is_distributed(parameter) and value is not None and value.shape == parameter.shape:
+                    targets[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        return targets
 
     def load(self, entries: Mapping[str, Any]) -> None:
         state: dict[Any, Any] = {name: {} for name in self._tables}
@@ -170,48 +192,68 @@ class _RankPart(SavedPart):
         self._load_state(entries[self._entry])
 
 
-class _BuffersPart(SavedPart):
-    """The buffers of a module that differ between ranks; each rank saves its own in one entry."""
+class _DifferingPart(SavedPart):
+    """The entries of modules and optimizers that differ between ranks; each rank saves its own in one entry.
+
+    torch saves each entry on some rank; without this, entries of several ranks would be mixed.
+    """
 
     is_of_rank = True
 
-    def __init__(self, name: str, module: nn.Module, rank: int) -> None:
-        super().__init__(name, module)
-        self._entry, self._is_first = of_rank(rank, f"buffers.{name}"), rank == 0
-
-    def digests(self) -> dict[str, int]:
-        """The digest of each buffer's bits, by the name of its entry."""
-        return {entry: digest_of(value) for entry, value in self._buffers().items()}
+    def __init__(self, rank: int) -> None:
+        super().__init__(RANKS, None)
+        self._entry, self._rank = of_rank(rank, "differing"), rank
 
     def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, int]]) -> None:
-        """Add this rank's buffers that differ by the ``digests`` of all ranks, and leave the shared entries to rank 0.
+        """Move the entries that differ by the ``digests`` of all ranks; the first rank that has one saves it for all.
 
-        torch saves each tensor on some rank; without this, buffers of several ranks would be mixed.
+        Only as many ranks load their own entries again.
         """
-        first = digests[0]
-        differing = [entry for entry in first if any(other.get(entry) != first[entry] for other in digests)]
-        if differing:
-            buffers = self._buffers()
-            entries[self._entry] = {entry: buffers[entry].detach().to("cpu", copy=True) for entry in differing}
-        if not self._is_first:
-            for entry in differing:
-                entries.pop(entry)
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            self.prefix + key: value
-            for key, value in self.what.state_dict(keep_vars=True).items()
-            if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        first = {entry: rank for rank in reversed(range(len(digests))) for entry in digests[rank]}
+        differing = [e for e, rank in first.items() if any(other.get(e) != digests[rank][e] for other in digests)]
+        own = [entry for entry in differing if entry in entries]
+        entries[self._entry] = {
+            "entries": {entry: _copied(entries[entry]) for entry in own},
+            "lacking": [entry for entry in differing if entry not in entries],
         }
+        for entry in own:
+            if first[entry] != self._rank:
+                entries.pop(entry)
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         return {self._entry: None} if self._entry in saved.state_dict_metadata else {}
 
-    def load(self, entries: Mapping[str, Any]) -> None:
+    def put_into(self, entries: dict[str, Any]) -> None:
+        """Put this rank's own entries into those that were read, before other parts load them."""
         if self._entry in entries:
-            state = self.what.state_dict()
-            state.update({entry.removeprefix(self.prefix): value for entry, value in entries[self._entry].items()})
-            self.what.load_state_dict(state)
+            own = entries[self._entry]
+            entries.update(own["entries"])
+            for entry in own["lacking"]:
+                entries.pop(entry, None)
+
+    def load(self, entries: Mapping[str, Any]) -> None:
+        """Do nothing: the parts of these entries load them."""
+
+
+def _copied(value: Any) -> Any:
+    # A view would be saved with all of the memory that it lies in.
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _digests(entries: Mapping[str, Any]) -> dict[str, int]:
+    """The digests of these entries, without those that torch saves in shards or that cannot be saved."""
+    found = {}
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor):
+            if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+                found[name] = digest_of(value)
+            continue
+        try:
+            content = dump_plain(value)
+        except TypeError:  # writing it will raise the error
+            continue
+        found[name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+    return found
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:
@@ -414,9 +456,10 @@ class Checkpointer:
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
         self._ranks = LoadGroup(process_group)
+        parts = dict(sorted(parts.items()))  # in which all ranks save and load them
         for name, what in parts.items():
             _refuse_split(name, what, self._ranks.size)
-        self._given = dict(parts)
+        self._given = parts
         self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
         rank = self._ranks.rank
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
@@ -425,7 +468,7 @@ class Checkpointer:
             _RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, partial(_load_communication, what))
             for name, what in wrappers.items()
         ]
-        self._buffers = {name: _BuffersPart(name, what, rank) for name, what in modules.items()}
+        self._differing = _DifferingPart(rank)
         # Last, as loading other parts may draw random numbers.
         self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
         self._damaged: set[str] = set()
@@ -453,22 +496,27 @@ class Checkpointer:
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
         entries: dict[str, Any] = {}
-        buffers: dict[str, dict[str, int]] = {}  # digests, by name of the modules that are not saved by rank
+        of_entries: dict[str, int] = {}
+        outer_steps: list[OuterSteps] = []
 
-        def collect() -> Any:
-            outer_steps = self._outer_steps()
-            for name, what in self._given.items():
-                own = own_part(name, what, outer_steps, self._ranks.rank)
-                entries.update((own or self._parts[name]).entries())
-                if name in self._buffers and own is None:
-                    buffers[name] = self._buffers[name].digests()
+        def begin() -> Any:
+            outer_steps.extend(self._outer_steps())
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
-            return [step, sorted(self._parts)]
+            return [step, list(self._parts)]
 
-        self._compare(self._ranks.from_each(collect))
-        self._add_own_buffers(entries, buffers)
+        def collect(name: str, what: Any) -> None:
+            own = own_part(name, what, outer_steps, self._ranks.rank)
+            found = (own or self._parts[name]).entries()
+            entries.update(found)
+            if own is None and not (self._parts[name].is_of_rank or isinstance(what, DistributedOptimizer)):
+                of_entries.update(_digests(found))
+
+        self._compare(self._ranks.from_each(begin))
+        for name, what in self._given.items():  # one after another, as some communicate
+            self._ranks.from_each(partial(collect, name, what))
+        self._add_differing(entries, of_entries)
         begun = self._ranks.from_source(lambda: self._folder.begin(step))
         folder = self._folder.path / begun
         try:
@@ -484,17 +532,11 @@ class Checkpointer:
             self._folder.prune(self._keep, self._damaged)
         return path
 
-    def _add_own_buffers(self, entries: dict[str, Any], digests: Mapping[str, Mapping[str, int]]) -> None:
-        """Add the buffers that differ between ranks; ``digests`` are this rank's, by module and entry."""
-        if len(set(self._ranks.from_each(lambda: fingerprint([repr(digests)]).hex()))) == 1:
-            return
-        everyone = self._ranks.from_each(lambda: digests)
-
-        def add() -> None:
-            for name in digests:
-                self._buffers[name].add_to(entries, [other.get(name, {}) for other in everyone])
-
-        self._ranks.from_each(add)
+    def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, int]) -> None:
+        """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
+        if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
+            everyone = self._ranks.from_each(lambda: digests)
+            self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
 
     def _outer_steps(self) -> list[OuterSteps]:
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
@@ -562,17 +604,21 @@ class Checkpointer:
             found.append(metadata_of(folder))
             saved_by = sum(_IS_POSITION(name) is not None for name in found[0].state_dict_metadata)
             parts.extend(self._loaded_parts(saved_by, found[0]))
-            for part in parts:
-                targets.update(part.targets(found[0]))
             targets.update(dict.fromkeys(of_rank(rank, _POSITION) for rank in range(saved_by)))
             return saved_by
 
+        def add_targets(part: SavedPart) -> None:
+            targets.update(part.targets(found[0]))
+
         saved_by = self._ranks.from_each(prepare)[0]
+        for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
+            self._ranks.from_each(partial(add_targets, part))
         read_entries(targets, folder, self._ranks)
+        self._differing.put_into(targets)
         for part in parts:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], partial(read_entries, folder=folder, load_group=self._ranks)))
-        for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
+        for part in parts:
             self._ranks.from_each(partial(part.load, targets))
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
@@ -595,12 +641,13 @@ class Checkpointer:
         names = [name for name in names if step in (None, name.step)]
         damages: list[str] = []
         for name in reversed(names):
-            texts = self._ranks.from_each(partial(self._folder.damage, name.text, self._ranks.rank, self._ranks.size))
-            found = [text for text in texts if text]
+            answers = self._ranks.from_each(partial(self._folder.damage, name.text, self._ranks.rank, self._ranks.size))
+            found = [text for text, _ in answers if text]
             if not found:
                 return name
             damages += found[:1]
-            self._damaged.add(name.text)
+            if any(stays for _, stays in answers):
+                self._damaged.add(name.text)
             if self._ranks.is_source:
                 logger.warning("%s; going back to the checkpoint before", found[0])
         if damages:
@@ -621,7 +668,5 @@ class Checkpointer:
             for name, what in self._given.items()
             if saved_by == size or not self._parts[name].is_of_rank
         ]
-        if saved_by == size:
-            parts += self._buffers.values()
         parts.sort(key=lambda part: isinstance(part.what, OuterSteps))  # which begin from what their module has
-        return parts + (self._of_rank if saved_by == size else [])
+        return parts + ([self._differing, *self._of_rank] if saved_by == size else [])

@@ -103,8 +103,8 @@ class OuterSteps:
         return self._steps != self._synchronized_at
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether the averaged parameters are those of ``module``, or of the module that it wraps."""
-        return self.module in (module, getattr(module, "module", None))
+        """Whether ``module`` is or contains the module whose parameters are averaged."""
+        return any(one is self.module for one in module.modules())
 
     def _refuse_shared(self, others: Sequence[OuterSteps]) -> None:
         """Raise for a parameter of which ``others``, too, would take an outer step. Averaging twice does no harm."""

@@ -390,7 +390,8 @@ class ElasticTraining:
         buffer, large = io.BytesIO(), list[Tensor]()
         if quorum.rank == source:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
-            state = {"parts": parts, "random": random_states(), "memory": self._memory.common()}
+            buffers = self._transient_buffers()
+            state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
             torch.save(_each_tensor(state, functools.partial(_take_large, large)), buffer)
         length = torch.tensor([buffer.tell()], device="cpu")
         self._broadcast(length, source)
@@ -417,8 +418,20 @@ class ElasticTraining:
         if joins:
             for name, part in self._parts.items():
                 part.load_state_dict(state["parts"][name])
+            with torch.no_grad():
+                for name, own in self._transient_buffers().items():
+                    value = state["buffers"].get(name)
+                    if value is not None and value.shape == own.shape:  # the first step tells of others
+                        own.copy_(value)
+            self._reducer.synchronizer.note_buffers()
             self._memory.take(state["memory"])
             set_random_states(state["random"])
+
+    def _transient_buffers(self) -> dict[str, Tensor]:
+        """The module's buffers that are not in its state dict, by name."""
+        module = self._model.module
+        saved = set(map(id, module.state_dict(keep_vars=True).values()))
+        return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in saved}
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast in the wrapper's group, in which dead ranks are noticed, unlike in the default group."""

@@ -275,12 +275,28 @@ def _some(names: Sequence[str]) -> str:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """A 64-bit digest of all bits of the local tensor."""
-    here = local_tensor(tensor).detach().cpu().contiguous()
-    memory = (ctypes.c_char * here.nbytes).from_address(here.data_ptr()) if here.nbytes else b""
-    return int.from_bytes(hashlib.blake2b(memory, digest_size=8).digest(), "little", signed=True)
+    """A 64-bit digest of all bits of the local tensor; of the sums of its rows and columns where it is large."""
+    here = local_tensor(tensor).detach().contiguous()
+    pieces, digest = [here], hashlib.blake2b(digest_size=8)
+    if here.nbytes >= _SUMMED_BYTES and type(here) is torch.Tensor and not _is_lazy(here):
+        flat = here.view(-1).view(torch.uint8)
+        if flat.storage_offset() % 8:
+            flat = flat.clone()
+        # Six times as fast as the digest of all bytes. No single change, and no two, leave all of these sums the same.
+        table = flat[: flat.numel() // _ROW_BYTES * _ROW_BYTES].view(torch.int64).view(-1, _ROW_BYTES // 8)
+        pieces = [table.sum(0), table.sum(1), flat[table.nbytes :]]
+    for piece in pieces:
+        near = piece.cpu().contiguous()
+        if near.nbytes:
+            digest.update((ctypes.c_char * near.nbytes).from_address(near.data_ptr()))
+    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
+def _is_lazy(tensor: Tensor) -> bool:
+    return tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+
+
+_SUMMED_BYTES, _ROW_BYTES = 1 << 16, 1 << 13  # from where on digests are of sums, and of how many bytes a row is
 _PARTS, _EVERY = 11, 8
 """The parameters are compared in 11 parts, one in every 8th step. So each bit is compared within 100 steps."""
 _LEAST_BYTES = 1 << 12  # of a part; a part of less than 8 times this size is cheap, and is compared more often

@@ -46,7 +46,7 @@ from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
 from ppe_ddp.errors import PeerAbortedError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
-from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, Weights, WhereUsed
+from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, WhereUsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Container, Sequence
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.negotiation import Agreement
     from ppe_ddp.engine.plan import Packing, Plan
     from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.errors import NonFiniteGradientError
+    from ppe_ddp.errors import NonFiniteGradientError, PpeDdpError
 
 
 @dataclass(frozen=True)
@@ -434,9 +434,10 @@ class BucketSynchronizer(Synchronizer):
             if not is_over:
                 self.mark_buffers(set(compress(dict.fromkeys(map(owner_of, names)), backward.is_writer)))
 
-    def go_on_from(self, weights: Weights) -> None:
-        """Take over from a synchronizer with other ranks: keep its ``weights``; the first rank sends its buffers."""
-        weights.parameters, self.weights, self._buffer_writes = self.weights.parameters, weights, BufferWrites()
+    def go_on_from(self, earlier: BucketSynchronizer) -> None:
+        """Take over from a synchronizer with other ranks: its weights, and which buffers this rank has written."""
+        weights, self._buffer_writes = earlier.weights, earlier._buffer_writes
+        weights.parameters, self.weights = self.weights.parameters, weights
 
     def note_buffers(self) -> None:
         """Note that all ranks have the same buffers now; a rank that writes them from here on sends its own."""
@@ -449,6 +450,14 @@ class BucketSynchronizer(Synchronizer):
     def mark_buffers(self, owners: Container[str]) -> None:
         """Restore the result of :meth:`written_buffers`."""
         self._buffer_writes.mark(owners)
+
+    def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
+        """End the communication as every synchronizer does; who has written buffers still counts as who sends them."""
+        if backward.is_writer and not backward.buffers:  # some ranks may have received them, or a part
+            written = [*compress(dict.fromkeys(map(owner_of, self.negotiation.buffers())), backward.is_writer)]
+            self.note_buffers()  # what was received is no write
+            self.mark_buffers(written)
+        return super().fail(backward, error)
 
     def put_back(self, backward: Backward) -> None:
         """Restore in ``.grad`` what this rank has computed, bit by bit, after a failed step.
