@@ -77,7 +77,7 @@ class Owner(Protocol):
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is this rank's own and will be averaged."""
+        """Whether a gradient that arrives now is this rank's own, to be averaged or of a step that has failed."""
         ...
 
     def remove_hooks(self) -> None:

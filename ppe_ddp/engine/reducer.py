@@ -162,9 +162,11 @@ class Reducer(Generic[C]):
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is this rank's own and will be averaged."""
+        """Whether a gradient that arrives now is this rank's own, to be averaged or of a step that has failed."""
         backward = self._backward
-        return self.enabled and backward is not None and backward.phase is not Phase.FAILED
+        if backward is None or (backward.phase is Phase.FAILED and backward.alive() is None):
+            return False
+        return self.enabled
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
