@@ -279,11 +279,12 @@ class Reducer(Generic[C]):
             backward = self._backward
             if backward is None or backward.alive() is None:
                 backward = self._running() or self._begin(index)
-            elif backward.is_empty:
+            elif backward.is_empty and backward.phase is not Phase.FAILED:
                 backward = self._begin(index)
-            if backward is None or backward.phase is Phase.FAILED:
-                if backward is not None and backward.met is not None:
-                    self.synchronizer.on_accumulated((index,))
+            if backward is None:
+                return
+            if backward.phase is Phase.FAILED:
+                self.synchronizer.on_accumulated((index,))
                 return
             if backward.is_manual:
                 if backward.turn is not None and backward.turn.is_held:
@@ -396,16 +397,17 @@ class Reducer(Generic[C]):
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
-        if backward.met is not None:
+        if backward is not self._backward:
+            return
+        if backward.phase is Phase.FAILED:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
             self.synchronizer.weights.remember(has_failed=True)
             self._backward = None  # the error, which the user may keep, would keep it alive
-            if not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
+            if backward.met and not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
                 raise backward.met
             return
-        if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward()
+        self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
         then, drift = None, self.synchronizer.drift
@@ -594,7 +596,8 @@ class Reducer(Generic[C]):
                 self._started = None
                 self.synchronizer.knows_of_failure = True  # a second call must not give up another step
                 return
-            if self._running() is None and self.synchronizer.knows_of_failure:
+            running = self._running()
+            if self.synchronizer.knows_of_failure if running is None else running.phase is Phase.FAILED:
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
             self._forwards.excuse(dropped=True)
@@ -609,6 +612,10 @@ class Reducer(Generic[C]):
             started.close()
         if not has_ended:
             Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
+        if running is backward and not backward.is_manual:  # what is left of it must not begin another step
+            if backward.phase is not Phase.FAILED:
+                backward.fail()
+            self._backward = backward
 
     @staticmethod
     @uncompiled_hook
