@@ -1,9 +1,11 @@
 """Several wrappers in one backward, in an order that differs from rank to rank: no deadlock."""
 
+import itertools
 import random
 import threading
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError
+from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, UnusableError
+from ppe_ddp.engine import reducer
 from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fused
@@ -267,5 +270,34 @@ def test_a_backward_on_another_thread_does_not_wait_for_what_is_being_finished()
             time.sleep(0.1)
             first.finish_grad_sync()
             backward.join()
+        for module, want in zip(modules, expected, strict=True):
+            assert_gradients(module, want)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@each_variant
+@on_two_ranks
+def test_a_backward_that_one_wrapper_refuses_on_one_rank_ends_in_the_others_as_well(options, place):
+    """The refusal of the wrapper at `place`, in the order in which a backward reaches them."""
+    modules, rank = [seeded(nn.Linear, 4, 4) for _ in range(3)], dist.get_rank()
+    wrappers = wrapped(modules, **options)
+
+    def step():
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        sum(wrapper(data(5, 4)).sum() for wrapper in wrappers).backward()
+
+    step()
+    expected = [
+        mean_gradients(module, lambda model, of: model(data(5, 4, rank=of)).sum().backward()) for module in modules
+    ]
+    is_compiled = (bool(rank) and k == place for k in itertools.count())
+    with (
+        mock.patch.object(reducer, "is_in_compiled_autograd", side_effect=is_compiled),
+        pytest.raises(UnusableError if rank else PeerAbortedError),
+    ):
+        step()
+    for _ in range(2):
+        step()
         for module, want in zip(modules, expected, strict=True):
             assert_gradients(module, want)

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
@@ -220,7 +220,12 @@ class Reducer(Generic[C]):
 
     def _on_output_gradient(self) -> None:
         if self.enabled:
-            has_begun = self._begin_once()
+            try:
+                has_begun = self._begin_once()
+            except BaseException:
+                with suppress(Exception):  # their refusals; that of this wrapper is raised
+                    self._begin_others()
+                raise
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
@@ -231,11 +236,18 @@ class Reducer(Generic[C]):
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
                 self._recorded = weakref.ref(end)
                 at_end_of_backward(end)
-        for other in self._everyone() if len(self._all) > 1 else ():
-            # Begin the other wrappers that this backward will reach: an error before it reaches their outputs has to
-            # end their synchronization as well.
-            if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
-                other._begin_once()
+        if len(self._all) > 1:
+            self._begin_others()
+
+    def _begin_others(self) -> None:
+        """Begin all other wrappers that this backward will reach, even if one of them refuses it.
+
+        An error before it reaches their outputs has to end their synchronization as well.
+        """
+        with ExitStack() as stack:
+            for other in self._everyone():
+                if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
+                    stack.callback(other._begin_once)
 
     def _begin_once(self) -> bool:
         """Begin the backward that runs on this thread; returns False if it has begun already."""
