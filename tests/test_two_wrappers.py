@@ -20,8 +20,10 @@ from one_process import (
     assert_same_on_all_ranks,
     data,
     gradients,
+    in_place_mean,
     mean_gradients,
     mean_of,
+    of_all_ranks,
     seeded,
     square,
 )
@@ -301,3 +303,79 @@ def test_a_backward_that_one_wrapper_refuses_on_one_rank_ends_in_the_others_as_w
         step()
         for module, want in zip(modules, expected, strict=True):
             assert_gradients(module, want)
+
+
+def interrupted_once():
+    """A reduce function that raises an interrupt when it is armed."""
+
+    def reduce(gradients, group):
+        if armed:
+            raise armed.pop()
+        in_place_mean(gradients, group)
+
+    armed = []
+    return reduce, armed
+
+
+@pytest.mark.parametrize("place", [1, 0])
+@on_two_ranks
+def test_hooks_of_one_that_is_complete_are_called_though_an_interrupt_ends_the_other(place):
+    """The other ranks have the averages of the first and call its hooks; optimizers in them have to step everywhere."""
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    reduce, armed = interrupted_once()
+    # Functions that block are called one after another: the second one when the first wrapper is complete.
+    functions = [reduce, in_place_mean] if place == 0 else [in_place_mean, reduce]
+    wrappers = [DistributedDataParallel(m, reduce_function=f) for m, f in zip(modules, functions, strict=True)]
+    calls = []
+    for parameter in modules[0].parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+
+    def step():
+        sum(wrapper(data(5, 4)).sum() for wrapper in wrappers).backward()
+
+    step()
+    calls.clear()
+    dist.barrier()
+    if rank == 0:
+        armed.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError) as caught:
+        step()
+    assert of_all_ranks(len(calls)) == [2 * place] * 2
+    error = caught.value
+    while rank and error:  # those of both wrappers
+        assert not isinstance(error, PeerAbortedError) or error.reason.startswith("KeyboardInterrupt")
+        error = error.__context__
+
+
+@on_two_ranks
+def test_what_was_started_and_interrupted_in_a_backward_of_another_is_over():
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    reduce, armed = interrupted_once()
+    first, second = DistributedDataParallel(modules[0], reduce_function=reduce), DistributedDataParallel(modules[1])
+    expected = [mean_gradients(module, square) for module in modules]
+
+    def end():
+        output.backward()
+        first.finish_grad_sync()
+
+    for finishes in (False, True):
+        first.zero_grad()
+        with first.no_sync():
+            square(first, rank)
+        output = second(data(5, 4)).pow(2).sum()
+        dist.barrier()
+        if rank == 0:
+            armed.append(KeyboardInterrupt())
+        first.start_grad_sync()
+        while rank == 0 and not first._reducer._started.is_ready:  # so that the backward calls its function
+            time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError):
+            end()
+        if finishes and rank == 0:
+            with pytest.raises(PeerAbortedError, match="failed here already: KeyboardInterrupt"):
+                first.finish_grad_sync()
+        for wrapper, want in zip((first, second), expected, strict=True):
+            wrapper.zero_grad()
+            square(wrapper, rank)
+            assert_gradients(wrapper.module, want)
+            wrapper.zero_grad()
