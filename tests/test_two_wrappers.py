@@ -379,3 +379,35 @@ def test_what_was_started_and_interrupted_in_a_backward_of_another_is_over():
             square(wrapper, rank)
             assert_gradients(wrapper.module, want)
             wrapper.zero_grad()
+
+
+@on_two_ranks
+def test_an_error_in_one_backward_is_not_the_cause_of_one_on_another_thread():
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    first, second = wrapped(modules)
+    has_begun, has_failed, errors = threading.Event(), threading.Event(), []
+
+    def wait(_):
+        has_begun.set()
+        assert has_failed.wait(30)
+        if rank == 0:
+            raise ArithmeticError("of the first alone")
+
+    def run():
+        try:
+            square(first, rank)
+        except Exception as error:
+            errors.append(error)
+
+    modules[0].bias.register_hook(wait)
+    if rank:
+        modules[1].bias.register_hook(lambda _: 1 / 0)
+    backward = threading.Thread(target=run)
+    backward.start()
+    assert has_begun.wait(30)
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        square(second, rank)
+    has_failed.set()
+    backward.join()
+    assert isinstance(errors[0], PeerAbortedError if rank else ArithmeticError)
+    assert not rank or errors[0].job_rank == 0

@@ -584,8 +584,10 @@ class Reducer(Generic[C]):
         told = instead or error
         if isinstance(told, PeerAbortedError | CommunicationError):
             for other in self._everyone():
-                if (theirs := other._backward) is not None and theirs is not backward:
-                    theirs.cause = told  # which ends their graph, too, if it is the same
+                theirs = other._backward
+                if theirs is None or theirs is backward or theirs.is_manual or theirs.thread != backward.thread:
+                    continue
+                theirs.cause = told  # which ends their graph, too
         if waits and self._can_wait(told):
             backward.met = told
         elif instead is None:
