@@ -303,3 +303,34 @@ def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_aw
         square(model, rank)
         assert_gradients(module, expected)
         assert_same_on_all_ranks(module)
+
+
+class Interrupts:
+    """Calls a function; then raises an interrupt, once."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args):
+        self.function(*args)
+        self.count += 1
+        if self.count == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("views", [False, True])
+@on_two_ranks
+def test_an_interrupt_while_averages_are_handed_over_comes_when_all_are(views):
+    """The other rank has them."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    expected = mean_gradients(module, square)
+    model = DistributedDataParallel(module, bucket_cap_mb=1e-6, gradient_as_bucket_view=views)
+    gradients = model._reducer.synchronizer.gradients
+    if rank == 0:
+        gradients.hand_over = Interrupts(gradients.hand_over)
+    with pytest.raises(KeyboardInterrupt) if rank == 0 else contextlib.nullcontext():
+        square(model, rank)
+    for _ in range(2):
+        assert_gradients(module, expected)
+        model.zero_grad()
+        square(model, rank)

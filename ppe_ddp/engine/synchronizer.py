@@ -13,7 +13,7 @@ buffers that are laid out once (``ppe_ddp.megatron``).
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_, gt, or_
@@ -523,11 +523,12 @@ class BucketSynchronizer(Synchronizer):
             turn.averaged.update(compress(map(id, self._module_state.parameters), averaged))
         owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
         withheld = set(compress(range(len(agreed)), map(gt, agreed, averaged))) if averaged != agreed else ()
-        for schedule in backward.rounds:
-            if backward.silent:
-                schedule.release()
-            else:
-                schedule.hand_over(owner.hand_over, factors, withheld)
+        with ExitStack() as stack:  # called in reverse order; all are called, even if an interrupt ends one
+            for schedule in reversed(backward.rounds):
+                if backward.silent:
+                    schedule.release()
+                else:
+                    stack.callback(schedule.hand_over, owner.hand_over, factors, withheld)
         if self.weights.is_weighed and not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()
