@@ -19,10 +19,12 @@ from torch import nn
 import failing
 import failing_shards
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded, square
+from one_process import gradients as gradients_of
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.gradients import FiniteCheck
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
@@ -334,3 +336,18 @@ def test_an_interrupt_while_averages_are_handed_over_comes_when_all_are(views):
         assert_gradients(module, expected)
         model.zero_grad()
         square(model, rank)
+
+
+@on_two_ranks
+def test_gradients_are_put_back_when_the_look_for_nan_in_them_fails():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    model = DistributedDataParallel(module, check_for_nan_in_grad=True)
+    with model.no_sync():
+        square(model, rank)
+    own = gradients_of(module)
+    with (
+        mock.patch.object(FiniteCheck, "look", side_effect=MemoryError if rank == 0 else None),
+        pytest.raises(MemoryError if rank == 0 else PeerAbortedError),
+    ):
+        model.finish_grad_sync()
+    assert_gradients(module, own, rtol=0, atol=0)

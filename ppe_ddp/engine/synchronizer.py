@@ -296,9 +296,9 @@ class BucketSynchronizer(Synchronizer):
             if self.weights.is_nothing:
                 backward.set_aside(zip(bucket.expected, gradients, strict=True))
                 gradients = nothing
-            if self._finite is not None:
-                self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views, weight=weight, is_received=len(senders) == 1)
+            if self._finite is not None:  # an error in it must find them in the bucket
+                self._finite.look(bucket.expected, gradients)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
