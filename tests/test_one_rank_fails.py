@@ -20,7 +20,7 @@ import failing
 import failing_shards
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded, square
 from one_process import gradients as gradients_of
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
@@ -351,3 +351,21 @@ def test_gradients_are_put_back_when_the_look_for_nan_in_them_fails():
     ):
         model.finish_grad_sync()
     assert_gradients(module, own, rtol=0, atol=0)
+
+
+@on_two_ranks
+def test_a_gather_of_parameters_that_was_given_up_does_not_write_into_the_next_one():
+    model = DistributedDataParallel(seeded(nn.Linear, 3, 5), shared_memory=False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    shards, addresses = model._reducer.synchronizer.sharded_parameters, []
+    for other in range(2):
+        for _ in range(2 if dist.get_rank() == other else 0):
+            shards.write_in_place([0])
+            shards.gather(0)
+            addresses.append(shards._gathers[0]._message[0].data_ptr())
+            if len(addresses) == 1:
+                shards.abandon()
+        dist.barrier()
+    shards.install(0)
+    assert dist.get_rank() or addresses[0] != addresses[1]
+    del optimizer
