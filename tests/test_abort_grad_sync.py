@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import test_megatron_graphs as graphs
 from failing import SECONDS
@@ -17,6 +18,7 @@ from one_process import (
     assert_gradients,
     assert_same_on_all_ranks,
     data,
+    gradients,
     mean_gradients,
     mlp,
     of_all_ranks,
@@ -240,6 +242,45 @@ def test_what_has_its_averages_already_is_not_given_up():
         if step != 1:
             mean = mean_gradients(second.module, lambda model, other, step=step: square(model, other, step))
             assert_gradients(second.module, mean)
+
+
+@pytest.mark.parametrize("has_hook", [False, True], ids=["", "in_a_users_group"])
+@pytest.mark.parametrize("place", [2, 0])
+@on_two_ranks
+def test_a_step_is_given_up_while_its_backward_runs(place, has_hook):
+    """What is left of the backward is of the step that was given up, and so are the optimizers in its hooks."""
+    rank, module = dist.get_rank(), seeded(mlp, 4, 64, 64, 2)
+    wrapper = DistributedDataParallel(module, bucket_cap_mb=1e-6)
+    if has_hook:
+        wrapper.register_comm_hook(dist.new_group(), allreduce_hook)
+    expected, calls = mean_gradients(module, square), []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    square(wrapper, rank)
+    own = copy.deepcopy(module)
+    own.zero_grad()
+    square(own, rank)
+    wrapper.zero_grad()
+    calls.clear()
+
+    def give_up_twice(_gradient):
+        wrapper.abort_grad_sync("NaN")
+        wrapper.abort_grad_sync("once more")
+
+    if rank == 0:
+        handle = module[place].weight.register_hook(give_up_twice)
+        square(wrapper, rank)
+        handle.remove()
+    else:
+        with pytest.raises(PeerAbortedError, match="NaN"):
+            square(wrapper, rank)
+    assert not calls
+    assert_gradients(module, gradients(own), rtol=0, atol=0)
+    for _ in range(2):
+        wrapper.zero_grad()
+        square(wrapper, rank)
+        assert_gradients(module, expected)
+        assert_same_on_all_ranks(module)
 
 
 def fail_a_step(wrapper, *, known):

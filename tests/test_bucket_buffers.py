@@ -1,12 +1,16 @@
 """Buffers for buckets: reused when no tensor holds a part of them, and never before."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp.engine.bucket import concatenate
 from ppe_ddp.engine.memory import MemoryPool, sole_owner
 from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
+from rank_tests import on_two_ranks
 
 CPU = torch.device("cpu")
 SHAPES = [(3, 3), (5,), (2, 3, 2, 2)]
@@ -93,6 +97,23 @@ def test_a_buffer_is_left_alone_while_somebody_holds_a_slot(world, hold):
     world.parameters[1].grad = None
     assert buffer.is_free()
     assert buffer in (world.buffer(), world.buffer())
+
+
+@on_two_ranks
+def test_a_buffer_is_left_alone_while_a_message_that_was_given_up_may_write_into_it():
+    world = World()
+    buffer = world.buffer()
+    if dist.get_rank() == 0:
+        dist.all_reduce(buffer.flat, async_op=True)  # gloo alone holds it, without a reference of Python's
+        assert not buffer.is_free()
+    dist.barrier(dist.new_group())
+    if dist.get_rank() == 1:
+        dist.all_reduce(buffer.flat)
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while not buffer.is_free() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert buffer.is_free()
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from torch import nn
 import failing
 import failing_shards
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast, megatron
+from one_process import gradients as gradients_of
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.gradients import FiniteCheck
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
@@ -303,3 +305,67 @@ def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_aw
         square(model, rank)
         assert_gradients(module, expected)
         assert_same_on_all_ranks(module)
+
+
+class Interrupts:
+    """Calls a function; then raises an interrupt, once."""
+
+    def __init__(self, function):
+        self.function, self.count = function, 0
+
+    def __call__(self, *args):
+        self.function(*args)
+        self.count += 1
+        if self.count == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("views", [False, True])
+@on_two_ranks
+def test_an_interrupt_while_averages_are_handed_over_comes_when_all_are(views):
+    """The other rank has them."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    expected = mean_gradients(module, square)
+    model = DistributedDataParallel(module, bucket_cap_mb=1e-6, gradient_as_bucket_view=views)
+    gradients = model._reducer.synchronizer.gradients
+    if rank == 0:
+        gradients.hand_over = Interrupts(gradients.hand_over)
+    with pytest.raises(KeyboardInterrupt) if rank == 0 else contextlib.nullcontext():
+        square(model, rank)
+    for _ in range(2):
+        assert_gradients(module, expected)
+        model.zero_grad()
+        square(model, rank)
+
+
+@on_two_ranks
+def test_gradients_are_put_back_when_the_look_for_nan_in_them_fails():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    model = DistributedDataParallel(module, check_for_nan_in_grad=True)
+    with model.no_sync():
+        square(model, rank)
+    own = gradients_of(module)
+    with (
+        mock.patch.object(FiniteCheck, "look", side_effect=MemoryError if rank == 0 else None),
+        pytest.raises(MemoryError if rank == 0 else PeerAbortedError),
+    ):
+        model.finish_grad_sync()
+    assert_gradients(module, own, rtol=0, atol=0)
+
+
+@on_two_ranks
+def test_a_gather_of_parameters_that_was_given_up_does_not_write_into_the_next_one():
+    model = DistributedDataParallel(seeded(nn.Linear, 3, 5), shared_memory=False)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    shards, addresses = model._reducer.synchronizer.sharded_parameters, []
+    for other in range(2):
+        for _ in range(2 if dist.get_rank() == other else 0):
+            shards.write_in_place([0])
+            shards.gather(0)
+            addresses.append(shards._gathers[0]._message[0].data_ptr())
+            if len(addresses) == 1:
+                shards.abandon()
+        dist.barrier()
+    shards.install(0)
+    assert dist.get_rank() or addresses[0] != addresses[1]
+    del optimizer

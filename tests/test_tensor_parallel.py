@@ -1,6 +1,7 @@
 """Tensor times data parallelism: parameters are DTensors over mesh["tp"], their averages are over mesh["dp"]."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from one_process import seeded
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
 from ppe_ddp.compression import ErrorFeedback, TopK
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
@@ -159,6 +160,40 @@ def test_after_a_failed_step_gradients_are_what_this_rank_had():
             expected = same.grad.redistribute(placements=same.placements)
             assert parameter.grad.placements == parameter.placements
             assert torch.equal(parameter.grad.to_local(), expected.to_local())
+
+
+@on_two_ranks
+def test_a_failed_step_calls_no_hooks_of_the_gradients_that_arrive_after_the_failure():
+    """With tensor parallelism the backward goes on to its end; optimizers in hooks would step with local gradients."""
+    mesh, calls, rank = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), [], dist.get_rank()
+    net = seeded(nn.Sequential, *(nn.Linear(256, 256, bias=False) for _ in range(4)))
+    for layer in net:
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh["tp"], [Replicate()]))
+        layer.weight.register_post_accumulate_grad_hook(calls.append)
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"], bucket_cap_mb=1e-6)
+
+    def fail(_):
+        time.sleep(0.2)
+        raise ArithmeticError("this rank alone")
+
+    def step():
+        model(distribute_tensor(torch.ones(1, 256), mesh["tp"], [Replicate()])).to_local().sum().backward()
+
+    for _ in range(2):
+        step()
+    calls.clear()
+    model.zero_grad()
+    dist.barrier()
+    slow = lambda _: time.sleep(0.5)  # noqa: E731
+    handles = [net[k].weight.register_hook(fail if rank and k == 2 else slow) for k in range(3)]
+    with pytest.raises(ArithmeticError if rank else PeerAbortedError):
+        step()
+    assert not calls
+    for handle in handles:
+        handle.remove()
+    model.zero_grad()
+    step()
+    assert len(calls) == 4
 
 
 @on_four_ranks

@@ -1,9 +1,11 @@
 """Several wrappers in one backward, in an order that differs from rank to rank: no deadlock."""
 
+import itertools
 import random
 import threading
 import time
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +20,15 @@ from one_process import (
     assert_same_on_all_ranks,
     data,
     gradients,
+    in_place_mean,
     mean_gradients,
     mean_of,
+    of_all_ranks,
     seeded,
     square,
 )
-from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError
+from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, UnusableError
+from ppe_ddp.engine import reducer
 from ppe_ddp.testing import Ranks
 from rank_tests import on_three_ranks, on_two_ranks
 from test_graphs_broken import Broken, Fused
@@ -269,3 +274,140 @@ def test_a_backward_on_another_thread_does_not_wait_for_what_is_being_finished()
             backward.join()
         for module, want in zip(modules, expected, strict=True):
             assert_gradients(module, want)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@each_variant
+@on_two_ranks
+def test_a_backward_that_one_wrapper_refuses_on_one_rank_ends_in_the_others_as_well(options, place):
+    """The refusal of the wrapper at `place`, in the order in which a backward reaches them."""
+    modules, rank = [seeded(nn.Linear, 4, 4) for _ in range(3)], dist.get_rank()
+    wrappers = wrapped(modules, **options)
+
+    def step():
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+        sum(wrapper(data(5, 4)).sum() for wrapper in wrappers).backward()
+
+    step()
+    expected = [
+        mean_gradients(module, lambda model, of: model(data(5, 4, rank=of)).sum().backward()) for module in modules
+    ]
+    is_compiled = (bool(rank) and k == place for k in itertools.count())
+    with (
+        mock.patch.object(reducer, "is_in_compiled_autograd", side_effect=is_compiled),
+        pytest.raises(UnusableError if rank else PeerAbortedError),
+    ):
+        step()
+    for _ in range(2):
+        step()
+        for module, want in zip(modules, expected, strict=True):
+            assert_gradients(module, want)
+
+
+def interrupted_once():
+    """A reduce function that raises an interrupt when it is armed."""
+
+    def reduce(gradients, group):
+        if armed:
+            raise armed.pop()
+        in_place_mean(gradients, group)
+
+    armed = []
+    return reduce, armed
+
+
+@pytest.mark.parametrize("place", [1, 0])
+@on_two_ranks
+def test_hooks_of_one_that_is_complete_are_called_though_an_interrupt_ends_the_other(place):
+    """The other ranks have the averages of the first and call its hooks; optimizers in them have to step everywhere."""
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    reduce, armed = interrupted_once()
+    # Functions that block are called one after another: the second one when the first wrapper is complete.
+    functions = [reduce, in_place_mean] if place == 0 else [in_place_mean, reduce]
+    wrappers = [DistributedDataParallel(m, reduce_function=f) for m, f in zip(modules, functions, strict=True)]
+    calls = []
+    for parameter in modules[0].parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+
+    def step():
+        sum(wrapper(data(5, 4)).sum() for wrapper in wrappers).backward()
+
+    step()
+    calls.clear()
+    dist.barrier()
+    if rank == 0:
+        armed.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError) as caught:
+        step()
+    assert of_all_ranks(len(calls)) == [2 * place] * 2
+    error = caught.value
+    while rank and error:  # those of both wrappers
+        assert not isinstance(error, PeerAbortedError) or error.reason.startswith("KeyboardInterrupt")
+        error = error.__context__
+
+
+@on_two_ranks
+def test_what_was_started_and_interrupted_in_a_backward_of_another_is_over():
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    first, second = wrapped(modules)
+    schedules = mock.patch.object(first._reducer.synchronizer, "make_schedule", side_effect=KeyboardInterrupt)
+    expected = [mean_gradients(module, square) for module in modules]
+
+    def end():
+        output.backward()
+        first.finish_grad_sync()
+
+    for finishes in (False, True):
+        first.zero_grad()
+        with first.no_sync():
+            square(first, rank)
+        output = second(data(5, 4)).pow(2).sum()
+        first.start_grad_sync()
+        while rank == 0 and not first._reducer._started.is_ready:  # so that the backward goes on with it
+            time.sleep(0.001)
+        with (
+            schedules if rank == 0 else nullcontext(),
+            pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError),
+        ):
+            end()
+        if finishes and rank == 0:
+            with pytest.raises(PeerAbortedError, match="failed here already: KeyboardInterrupt"):
+                first.finish_grad_sync()
+        for wrapper, want in zip((first, second), expected, strict=True):
+            wrapper.zero_grad()
+            square(wrapper, rank)
+            assert_gradients(wrapper.module, want)
+            wrapper.zero_grad()
+
+
+@on_two_ranks
+def test_an_error_in_one_backward_is_not_the_cause_of_one_on_another_thread():
+    rank, modules = dist.get_rank(), [seeded(nn.Linear, 4, 4) for _ in range(2)]
+    first, second = wrapped(modules)
+    has_begun, has_failed, errors = threading.Event(), threading.Event(), []
+
+    def wait(_):
+        has_begun.set()
+        assert has_failed.wait(30)
+        if rank == 0:
+            raise ArithmeticError("of the first alone")
+
+    def run():
+        try:
+            square(first, rank)
+        except Exception as error:
+            errors.append(error)
+
+    modules[0].bias.register_hook(wait)
+    if rank:
+        modules[1].bias.register_hook(lambda _: 1 / 0)
+    backward = threading.Thread(target=run)
+    backward.start()
+    assert has_begun.wait(30)
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        square(second, rank)
+    has_failed.set()
+    backward.join()
+    assert isinstance(errors[0], PeerAbortedError if rank else ArithmeticError)
+    assert not rank or errors[0].job_rank == 0

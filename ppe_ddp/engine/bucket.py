@@ -594,18 +594,26 @@ class LaunchSchedule(Generic[B]):
         """Call ``take(parameter indices, averages)`` for each bucket; called when all buckets have succeeded.
 
         Averages are first multiplied by ``factors``, by parameter index. The parameters in ``but`` are left out.
+        An interrupt is raised when all buckets are handed over: the other ranks have these averages.
         """
+        interrupt: BaseException | None = None
         for bucket in self.buckets:
-            averages, expected = bucket.averages(), bucket.expected
-            averages = averages if bucket.is_exact else bucket.expected_of(averages)
-            if but:
-                averages = [average for i, average in zip(expected, averages, strict=True) if i not in but]
-                expected = tuple(i for i in expected if i not in but)
-            if factors:
-                for i, average in zip(expected, averages, strict=True):
-                    scale(average, average, factors.get(i, 1.0))
-            take(expected, averages)
-        self.release()
+            try:
+                averages, expected = bucket.averages(), bucket.expected
+                averages = averages if bucket.is_exact else bucket.expected_of(averages)
+                if but:
+                    averages = [average for i, average in zip(expected, averages, strict=True) if i not in but]
+                    expected = tuple(i for i in expected if i not in but)
+                if factors:
+                    for i, average in zip(expected, averages, strict=True):
+                        scale(average, average, factors.get(i, 1.0))
+                bucket.release()  # else put_back() would add this rank's gradients to averages
+                take(expected, averages)
+            except BaseException as error:
+                interrupt = interrupt or error
+        self._previous = None
+        if interrupt is not None:
+            raise interrupt
 
     def give_back(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's gradients as they were, by parameter index; the reductions go on."""

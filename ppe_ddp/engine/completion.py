@@ -35,15 +35,15 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from zlib import crc32
 
 import torch
 
 from ppe_ddp.contracts import Probe
-from ppe_ddp.engine.failures import LOOK_SECONDS
-from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
+from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
 from ppe_ddp.waiting import paced, progress_engine
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.errors import PeerAbortedError
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ class Owner(Protocol):
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is this rank's own and will be averaged."""
+        """Whether a gradient that arrives now is this rank's own, to be averaged or of a step that has failed."""
         ...
 
     def remove_hooks(self) -> None:
@@ -443,7 +442,7 @@ class Completion:
             at_end_of_backward(last)
         last.append(self)
 
-    def advance(self, *, to_end: bool = False, error: Exception | None = None) -> None:
+    def advance(self, *, to_end: bool = False, error: BaseException | None = None) -> None:
         """Run the next step, or all steps ``to_end``; a step whose message has not arrived waits for it.
 
         ``error`` is raised inside the steps, at the place where they wait.
@@ -460,8 +459,10 @@ class Completion:
                 self.is_done = True
             except BaseException as raised:
                 self.is_done = True
-                if not isinstance(raised, Exception):
-                    raise  # KeyboardInterrupt: nothing else is worth finishing
+                if not isinstance(raised, Exception):  # KeyboardInterrupt: nothing else is worth finishing
+                    rank, reason = self.groups.rank, reason_of(raised)
+                    self._error = PeerAbortedError(f"rank {rank}: this step has failed here already: {reason}")
+                    raise
                 self._error = raised
             finally:
                 self._running_on = None
@@ -568,7 +569,11 @@ def finish_and_conclude(completions: Sequence[Completion]) -> None:
         completions[0].advance(to_end=True)  # the usual case
         completions[0].conclude()
         return
-    finish(completions)
+    try:
+        finish(completions)
+    except BaseException:  # the other ranks conclude those that are complete
+        conclude([one for one in completions if one.is_done and not one.has_failed])
+        raise
     conclude(completions)
 
 
@@ -594,10 +599,11 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
             if left and not ready:  # from now on the timeout is 0: each further wrapper would wait it out once more
                 late = _late_error(left[0].groups, seconds) if late is None else _copy_of(late)
                 left[0].advance(error=late)
-    except BaseException:
+    except BaseException as error:
         for completion in completions:
             if not completion.is_done:
-                completion.close()
+                with suppress(BaseException):  # the error itself, which tells the other ranks
+                    completion.advance(error=error)
         raise
 
 

@@ -110,6 +110,7 @@ class PooledBuffer:
             storage_users(self.memory),
             list(map(getrefcount, slots)),  # references to a slot: of Python ...
             users_of_tensors(slots),  # ... and of torch, such as a .grad
+            tensor_users(self.flat),  # a message that was given up may still write into it
             any(map(REQUIRES_GRAD, slots)),
         )
 

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
@@ -163,9 +163,11 @@ class Reducer(Generic[C]):
 
     @property
     def is_synchronizing(self) -> bool:
-        """Whether a gradient that arrives now is this rank's own and will be averaged."""
+        """Whether a gradient that arrives now is this rank's own, to be averaged or of a step that has failed."""
         backward = self._backward
-        return self.enabled and backward is not None and backward.phase is not Phase.FAILED
+        if backward is None or (backward.phase is Phase.FAILED and backward.alive() is None):
+            return False
+        return self.enabled
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -215,9 +217,14 @@ class Reducer(Generic[C]):
 
     def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         if self.enabled:
-            if parameters is not self._parameters:
-                self._refuse_replaced(dict(zip(names, parameters, strict=True)))
-            has_begun = self._begin_once()
+            try:
+                if parameters is not self._parameters:
+                    self._refuse_replaced(dict(zip(names, parameters, strict=True)))
+                has_begun = self._begin_once()
+            except BaseException:
+                with suppress(Exception):  # their refusals; that of this wrapper is raised
+                    self._begin_others()
+                raise
             self.shared.end_callback = self._end_callback
             if not has_begun:
                 return
@@ -228,11 +235,18 @@ class Reducer(Generic[C]):
                 end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
                 self._recorded = weakref.ref(end)
                 at_end_of_backward(end)
-        for other in self._everyone() if len(self._all) > 1 else ():
-            # Begin the other wrappers that this backward will reach: an error before it reaches their outputs has to
-            # end their synchronization as well.
-            if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
-                other._begin_once()
+        if len(self._all) > 1:
+            self._begin_others()
+
+    def _begin_others(self) -> None:
+        """Begin all other wrappers that this backward will reach, even if one of them refuses it.
+
+        An error before it reaches their outputs has to end their synchronization as well.
+        """
+        with ExitStack() as stack:
+            for other in self._everyone():
+                if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
+                    stack.callback(other._begin_once)
 
     def _begin_once(self) -> bool:
         """Begin the backward that runs on this thread; returns False if it has begun already."""
@@ -276,11 +290,12 @@ class Reducer(Generic[C]):
             backward = self._backward
             if backward is None or backward.alive() is None:
                 backward = self._running() or self._begin(index)
-            elif backward.is_empty:
+            elif backward.is_empty and backward.phase is not Phase.FAILED:
                 backward = self._begin(index)
-            if backward is None or backward.phase is Phase.FAILED:
-                if backward is not None and backward.met is not None:
-                    self.synchronizer.on_accumulated((index,))
+            if backward is None:
+                return
+            if backward.phase is Phase.FAILED:
+                self.synchronizer.on_accumulated((index,))
                 return
             if backward.is_manual:
                 if backward.turn is not None and backward.turn.is_held:
@@ -414,16 +429,17 @@ class Reducer(Generic[C]):
         return backward
 
     def _end_of_backward(self, backward: Backward) -> None:
-        if backward.met is not None:
+        if backward is not self._backward:
+            return
+        if backward.phase is Phase.FAILED:
             self._arrivals.stop_recording()
             self.synchronizer.on_accumulated(self._arrivals.take_recorded())
             self.synchronizer.weights.remember(has_failed=True)
             self._backward = None  # the error, which the user may keep, would keep it alive
-            if not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
+            if backward.met and not (self.synchronizer.tells_later and isinstance(backward.met, PeerAbortedError)):
                 raise backward.met
             return
-        if backward is self._backward and backward.phase is not Phase.FAILED:
-            self._completion(backward).finish_at_end_of_backward()
+        self._completion(backward).finish_at_end_of_backward()
 
     def _completion(self, backward: Backward) -> Completion:
         then, drift = None, self.synchronizer.drift
@@ -594,8 +610,10 @@ class Reducer(Generic[C]):
         told = instead or error
         if isinstance(told, PeerAbortedError | CommunicationError):
             for other in self._everyone():
-                if (theirs := other._backward) is not None and theirs is not backward:
-                    theirs.cause = told  # which ends their graph, too, if it is the same
+                theirs = other._backward
+                if theirs is None or theirs is backward or theirs.is_manual or theirs.thread != backward.thread:
+                    continue
+                theirs.cause = told  # which ends their graph, too
         if waits and self._can_wait(told):
             backward.met = told
         elif instead is None:
@@ -618,7 +636,8 @@ class Reducer(Generic[C]):
                 self._started = None
                 self.synchronizer.knows_of_failure = True  # a second call must not give up another step
                 return
-            if self._running() is None and self.synchronizer.knows_of_failure:
+            running = self._running()
+            if self.synchronizer.knows_of_failure if running is None else running.phase is Phase.FAILED:
                 return
             backward = self._backward or self.synchronizer.unfinished or Backward(self._names, is_manual=True)
             self._forwards.excuse(dropped=True)
@@ -633,6 +652,10 @@ class Reducer(Generic[C]):
             started.close()
         if not has_ended:
             Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
+        if running is backward and not backward.is_manual:  # what is left of it must not begin another step
+            if backward.phase is not Phase.FAILED:
+                backward.fail()
+            self._backward = backward
 
     @staticmethod
     @uncompiled_hook

@@ -13,7 +13,7 @@ buffers that are laid out once (``ppe_ddp.megatron``).
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_, gt, or_
@@ -301,9 +301,9 @@ class BucketSynchronizer(Synchronizer):
             if self.weights.is_nothing:
                 backward.set_aside(zip(bucket.expected, gradients, strict=True))
                 gradients = nothing
-            if self._finite is not None:
-                self._finite.look(bucket.expected, gradients)
             bucket.hold(gradients, views=views, weight=weight, is_received=len(senders) == 1)
+            if self._finite is not None:  # an error in it must find them in the bucket
+                self._finite.look(bucket.expected, gradients)
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -558,11 +558,12 @@ class BucketSynchronizer(Synchronizer):
             turn.averaged.update(compress(map(id, self._module_state.parameters), averaged))
         owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
         withheld = set(compress(range(len(agreed)), map(gt, agreed, averaged))) if averaged != agreed else ()
-        for schedule in backward.rounds:
-            if backward.silent:
-                schedule.release()
-            else:
-                schedule.hand_over(owner.hand_over, factors, withheld)
+        with ExitStack() as stack:  # called in reverse order; all are called, even if an interrupt ends one
+            for schedule in reversed(backward.rounds):
+                if backward.silent:
+                    schedule.release()
+                else:
+                    stack.callback(schedule.hand_over, owner.hand_over, factors, withheld)
         if self.weights.is_weighed and not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()

@@ -113,8 +113,8 @@ MUTANTS = [
             "a second round takes the place of the first",
             SYNC,
             "_hand_over",
-            "backward.rounds:",
-            "backward.rounds[-1:]:",
+            "reversed(backward.rounds)",
+            "backward.rounds[-1:]",
         ),
         (
             "late gradients do not count as used",
@@ -176,7 +176,7 @@ MUTANTS = [
             "if not self._count & (self._count - 1):",
             "if arrivals and not self._count & (self._count - 1):",
         ),
-        ("one wrapper of a backward is ended", REDUCER, "_on_output_gradient", "other._begin_once()", "pass"),
+        ("one wrapper of a backward is ended", REDUCER, "_begin_others", "stack.callback(other._begin_once)", "pass"),
         (
             "wrappers are ended one after another",
             completion,

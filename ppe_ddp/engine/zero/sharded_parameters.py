@@ -266,12 +266,12 @@ class ShardedParameters(ShardedModel):
         return pending
 
     def abandon(self, unit: int | None = None) -> None:
-        if unit is not None:
-            self._under_way.pop(unit, None)
-            return
-        self._under_way.clear()
-        for written in self._written:
-            written.clear()
+        for one in [unit] if unit is not None else list(self._under_way):
+            if self._under_way.pop(one, None) is not None:
+                self._gathers.pop(one)  # its message may still arrive, into memory that the next gather must not use
+        if unit is None:
+            for written in self._written:
+                written.clear()
 
     def install(self, unit: int) -> None:
         """Copy the gathered values into the parameters."""
