@@ -131,7 +131,7 @@ class _BroadcastMessage:
         self._slots: list[Tensor] = []
         first = self._tensors[0]
         if len(tensors) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
-            message = first.reshape(-1).view(torch.uint8)
+            message = first.as_strided((first.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
         else:
             offsets = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
             message = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)

@@ -204,6 +204,27 @@ def outputs_that_are_part_of_the_input():
 
 
 @check()
+def one_element_with_any_stride():
+    """Such a tensor is contiguous to torch, which keeps the stride in views."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.complex64):
+
+        def one(dtype=dtype):
+            return torch.full((1, 6), rank + 1, dtype=dtype)[:, 0]
+
+        total, sent, parts = one(), one(), [one() for _ in range(size)]
+        dist.group.WORLD.allreduce([total]).wait()
+        dist.broadcast(sent, size - 1)
+        dist.all_gather(parts, one())
+        whole = torch.zeros(size, dtype=dtype)
+        all_gather_single(whole, one())
+        assert total.item() == size * (size + 1) / 2
+        assert sent.item() == size
+        assert torch.cat(parts).tolist() == whole.tolist() == list(range(1, size + 1))
+        dist.broadcast(torch.zeros(0, 6)[:, 0], 0)
+
+
+@check()
 def work_and_future():
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work.wait()

@@ -74,6 +74,28 @@ def messages_from_anyone():
 
 
 @check(ranks=2)
+def messages_from_anyone_keep_their_order():
+    """A receive gets the first message that fits, in the order of the calls, whichever is waited for first."""
+    rank = dist.get_rank()
+    mixed = [[None, 1], [1, None], [None, 1, None]] if is_over_mpi() else []  # gloo has no such order
+    for sources in ([None, None], *mixed):
+        got = [torch.zeros(1) for _ in sources]
+        if rank == 0:
+            works = [dist.irecv(one, source, tag=5) for one, source in zip(got, sources, strict=True)]
+            other = dist.irecv(torch.zeros(1), 1, tag=6)
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.zeros(1), 0, tag=6)
+            for number in range(len(sources)):
+                dist.send(torch.full((1,), float(number)), 0, tag=5)
+        if rank == 0:
+            for work in [other, *reversed(works)]:
+                work.wait()
+            assert [one.item() for one in got] == [*range(len(sources))]
+            assert [work.source_rank() for work in works] == [1] * len(works)
+
+
+@check(ranks=2)
 def message_that_nobody_sends():
     from ppe_ddp import CommunicationError
 

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import types
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
 from ppe_ddp.engine import reduction
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
+from rank_tests import on_three_ranks
 
 
 def started(size):
@@ -139,6 +141,19 @@ def beside_gloo():
     if rank == 1:
         dist.all_reduce(torch.ones(2, dtype=torch.int8), group=sub)
     return calls, tensor.tolist() == [size * (size + 1) // 2] * 3
+
+
+@pytest.mark.parametrize("backend", ["cupy_nccl", "cpu:gloo,cuda:shm"])
+@on_three_ranks
+def test_the_first_call_over_gloo_may_be_one_of_some_ranks(backend):
+    with mock.patch.object(nccl_library, "load_nccl"):  # which tensors on the CPU do not need
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=5))
+    number = torch.full((1,), float(dist.get_rank()))
+    if dist.get_rank() == 0:
+        dist.send(number, 1, group=group)
+    elif dist.get_rank() == 1:
+        dist.recv(number, 0, group=group)
+        assert number.item() == 0
 
 
 def test_tensors_on_another_device_go_to_gloo(two):

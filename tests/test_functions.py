@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from one_process import assert_gradients, mean_gradients, mlp, square
-from ppe_ddp import DistributedDataParallel, average, overlapped
+from ppe_ddp import DistributedDataParallel, average, broadcast, overlapped
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.contracts import GradBucket
 from ppe_ddp.functions import takes_divided
@@ -98,6 +98,13 @@ def test_buffers_may_be_broadcast_by_a_message(shared_memory):
     weights = [torch.empty_like(module.weight) for _ in range(2)]
     dist.all_gather(weights, module.weight.detach())
     assert torch.equal(*weights)
+
+
+@on_two_ranks
+def test_a_buffer_of_one_element_may_have_any_stride():
+    buffer = torch.full((1, 6), float(dist.get_rank()))[:, 0]
+    broadcast([buffer], source=1).wait()
+    assert buffer.item() == 1
 
 
 @on_two_ranks

@@ -78,6 +78,23 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout():
     dist.barrier()
 
 
+@on_two_ranks
+def test_a_message_may_be_outstanding_for_longer_than_gloos_timeout():
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=5), pg_options=ShmOptions())
+    number = torch.zeros(1)
+    if dist.get_rank() == 0:
+        group._waits.timeout = 60.0
+        work = dist.irecv(number, 1, group=group)
+        with pytest.raises(CommunicationError, match="still under way after 6 s"):
+            work.wait(timedelta(seconds=6))
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        dist.send(number.fill_(5.0), 0, group=group)
+    assert number.item() == 5
+
+
 @pytest.mark.parametrize("way", ["before", "in_the_wait", "on_a_thread", "in_backward"])
 @on_two_ranks
 def test_one_rank_fails_where_the_wrapper_goes_by_gloo_alone(way):

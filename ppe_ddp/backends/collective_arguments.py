@@ -160,12 +160,13 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def _memory_of(tensor: Tensor) -> Tensor:
     """A tensor in the same memory, whose writes autograd does not see, as with a backend in C++.
 
-    It can be written outside of inference mode also where ``tensor`` was made in it.
+    It can be written outside of inference mode also where ``tensor`` was made in it. One element, or none, gets a
+    stride of 1, without which torch does not view it as another dtype.
     """
     if tensor.is_inference():
         memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return tensor.data
+        tensor = memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return tensor.data if tensor.numel() > 1 else tensor.data.as_strided(tensor.shape, [1] * tensor.dim())
 
 
 def _copy_to(tensor: Tensor, source: Tensor) -> None:

@@ -47,12 +47,12 @@ def _routed(name: str) -> Any:
 class DeviceRoutedGroup(PythonGroup):
     """A group for tensors on several devices.
 
-    All ranks call the same collectives on the same device types in the same order. Each inner group is made by all
-    ranks together, when the first tensor of its device type comes.
+    All ranks call the same collectives on the same device types in the same order.
 
     Args:
-        makers: By device type, such as "cuda", the function that makes its group. The first one also serves barriers
-            that name no device.
+        makers: By device type, such as "cuda", the function that makes its group, or returns one that was made; called
+            when the first tensor of this type comes, which may be on some ranks only. The first one also serves
+            barriers that name no device.
         made: The inner groups that exist from the beginning, on every rank.
         kind_of: Returns the device type of a tensor.
     """
@@ -135,8 +135,11 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
     name = own.getBackendName()
     if set(backends.values()) <= {name}:
         return own
+    made: dict[str, ProcessGroup] = {name: own}
+    if "gloo" in backends.values():  # it connects all ranks, and the first call may be one of some ranks
+        made["gloo"] = group_over("gloo", arguments)
     makers = {
-        kind: (lambda: own) if backend == name else partial(group_over, backend, arguments)
+        kind: partial(made.get, backend) if backend in made else partial(group_over, backend, arguments)
         for kind, backend in backends.items()
     }
     return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers, made=(own,))

@@ -43,7 +43,8 @@ _PATIENCE_SECONDS = 1.0
 
 def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
     """Make the group for torch: NCCL for CUDA tensors, gloo for those on the CPU."""
-    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: group_over("gloo", arguments)}
+    gloo = group_over("gloo", arguments)  # it connects all ranks, and the first call may be one of some ranks
+    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: gloo}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
 
 

@@ -13,7 +13,9 @@ If that does not succeed, the communicator is kept and never used again. MPI has
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,13 +79,21 @@ class MpiCall:
 
 
 class MpiMessage:
-    """A message over MPI; ``start`` returns its MPI request, or None as long as it cannot be started."""
+    """A message over MPI.
 
-    def __init__(self, start: Callable[[], MPI.Request | None], memory: Tensor) -> None:
+    Args:
+        request: Returns its MPI request, or None as long as it cannot be started.
+        start_in_turn: Starts this message, and others, as far as their order allows.
+    """
+
+    def __init__(
+        self, request: Callable[[], MPI.Request | None], memory: Tensor, start_in_turn: Callable[[], object]
+    ) -> None:
         self.source = -1
         self.memory: Tensor | None = memory
-        self._start: Callable[[], MPI.Request | None] | None = start  # holds the memory, too
-        self._request = start()
+        self._make: Callable[[], MPI.Request | None] | None = request  # holds the memory, too
+        self._start_in_turn = start_in_turn
+        self._request: MPI.Request | None = None
         self._is_done = False
 
     @property
@@ -91,14 +101,20 @@ class MpiMessage:
         """Whether MPI may read or write the memory now."""
         return self._request is not None and not self._is_done
 
+    def start(self) -> bool:
+        """Start it if possible; returns whether it is started."""
+        if self._request is None and self._make is not None:
+            self._request = self._make()
+        return self._request is not None
+
     def done(self) -> bool:
-        if self._request is None and self._start is not None:
-            self._request = self._start()
+        if self._request is None:
+            self._start_in_turn()
         status = MPI.Status()
         if not self._is_done and self._request is not None and self._request.Test(status):
             self.source = status.Get_source()
             self._is_done = True
-            self.memory = self._start = None
+            self.memory = self._make = None
         return self._is_done
 
     def block(self) -> None:
@@ -126,6 +142,8 @@ class MpiWire:
         self._last: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
         self._under_way: list[MpiCall] = []
         self._messages: deque[MpiMessage] = deque()
+        self._unstarted: list[tuple[int, MpiMessage]] = []  # receives with their tags, in the order of the calls
+        self._lock = threading.Lock()  # several threads may wait for messages
         limit = comm.Get_attr(MPI.TAG_UB)
         self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # the MPI standard's minimum
 
@@ -150,17 +168,23 @@ class MpiWire:
         return self._begun(self.comm.Ibarrier(), (), "barrier")
 
     def send(self, flat: Tensor, peer: int, tag: int) -> MpiMessage:
-        return self._noted(MpiMessage(lambda: self.comm.Isend(_byte_buffer(flat), peer, tag), flat))
+        message = MpiMessage(lambda: self.comm.Isend(_byte_buffer(flat), peer, tag), flat, bool)
+        message.start()
+        return self._noted(message)
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> MpiMessage:
-        def start() -> MPI.Request | None:
+        def request() -> MPI.Request | None:
             if peer is not None:
                 return self.comm.Irecv(_byte_buffer(flat), peer, tag)
             # MPICH loses a message of another node if a receive from any source was posted before it arrived.
             found = self.comm.Improbe(MPI.ANY_SOURCE, tag)
             return None if found is None else found.Irecv(_byte_buffer(flat))
 
-        return self._noted(MpiMessage(start, flat))
+        message = MpiMessage(request, flat, self._start_receives)
+        with self._lock:
+            self._unstarted.append((tag, message))
+        self._start_receives()
+        return self._noted(message)
 
     def close(self) -> None:
         """Do nothing: all ranks free communicators together, in :func:`release`."""
@@ -205,6 +229,15 @@ class MpiWire:
         self._under_way = [one for one in self._under_way if one.request != MPI.REQUEST_NULL]
         self._under_way.append(begun)
         return begun
+
+    def _start_receives(self) -> None:
+        """Start the receives that can be; one that cannot be keeps later ones with its tag from its message."""
+        with self._lock:
+            waiting: dict[int, list[tuple[int, MpiMessage]]] = {}
+            for tag, message in self._unstarted:
+                if tag in waiting or not message.start():
+                    waiting.setdefault(tag, []).append((tag, message))
+            self._unstarted = list(chain.from_iterable(waiting.values()))
 
     def _noted(self, message: MpiMessage) -> MpiMessage:
         """Keep a message until it has ended, as MPI may still read its memory after the caller has dropped it."""

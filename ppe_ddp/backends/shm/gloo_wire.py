@@ -31,6 +31,7 @@ _COMPLETING_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _AT_EXIT_SECONDS = 5.0
 _MOMENT = timedelta(milliseconds=1)
+_NO_TIMEOUT = timedelta(days=3650)  # at the end of a message's timeout gloo closes all connections of the group
 
 
 class GlooCall:
@@ -77,7 +78,7 @@ class GlooMessage:
 
     def _await(self, work: Work) -> None:
         try:
-            work.wait()
+            work.wait(_NO_TIMEOUT)
             with suppress(RuntimeError):  # a message that this rank sends has no source
                 self.source = source_of(work)
         except RuntimeError as error:
