@@ -1,5 +1,6 @@
 """Graphs that change, over Megatron's buffers: where Megatron asserts, the gradients are those of one process."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
-from ppe_ddp import NonFiniteGradientError
+from ppe_ddp import NonFiniteGradientError, UnusableError
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -133,6 +134,85 @@ def test_what_nobody_foresaw_is_repaired(bucket_size, sharded):
         for x in inputs:
             (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
         hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
+class FusedLinear(torch.autograd.Function):
+    """Megatron's linear layer with gradient_accumulation_fusion: adds to `main_grad`, and gives a dummy to autograd."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        own = gradient.t() @ x
+        if not hasattr(weight, "main_grad"):
+            return gradient @ weight, own
+        weight.main_grad.add_(own)
+        weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.full_like(own, 0.0 if hasattr(weight, "zero_out_wgrad") else 1e9)
+
+
+class Fused(nn.Module):
+    """Such layers, some in reentrant checkpoints, and one whose weight may be used elsewhere, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(6, 6).double() / 3) for _ in range(4))
+        self.weights[0].zero_out_wgrad = True
+
+    def forward(self, x, checkpointed=(), tied=False):
+        if tied:
+            x = x @ self.weights[0]
+        for k, weight in enumerate(self.weights):
+            if k in checkpointed:
+                x = checkpoint(lambda x, weight=weight: FusedLinear.apply(x, weight), x, use_reentrant=True)
+            else:
+                x = FusedLinear.apply(x, weight)
+        return x
+
+
+@each_variant
+@pytest.mark.parametrize(
+    "forwards",
+    [
+        pytest.param([{"checkpointed": [1]}, {"checkpointed": [2, 3]}, {}], id="checkpointed"),
+        pytest.param([{"tied": True}, {"tied": True, "checkpointed": [1]}], id="tied"),
+    ],
+)
+@on_two_ranks
+def test_kernels_that_add_to_main_grad_by_themselves(forwards, options):
+    rank = dist.get_rank()
+    for first in range(len(forwards)):
+        model = wrap(seeded(Fused), **options)
+        for step, batches in enumerate([1, 2, 2, 1]):
+            model.zero_grad_buffer()
+            takes = forwards[(step + first) % len(forwards)]
+            for micro in range(batches):
+                with model.no_sync() if micro < batches - 1 else contextlib.nullcontext():
+                    loss(model, rank, step + 10 * micro, **takes).backward()
+            model.finish_grad_sync()
+            passes = [(r, step + 10 * micro, takes) for r in range(2) for micro in range(batches)]
+            hold(model, mean_of(model.module, *passes))
+
+
+@each_variant
+@on_two_ranks
+def test_a_kernel_that_adds_to_averages_of_shards_is_refused(options):
+    model, rank = wrap(seeded(Fused), **options), dist.get_rank()
+    for step in (0, 2):
+        loss(model, rank, step).backward()
+        model.finish_grad_sync()
+        if "use_distributed_optimizer" in options:
+            with pytest.raises(UnusableError, match=r"weights\.\d' to main_grad by itself.*call zero_grad_buffer"):
+                loss(model, rank, step + 1).backward()
+        else:
+            loss(model, rank, step + 1).backward()
+            model.finish_grad_sync()
+            hold(model, mean_of(model.module, *[(r, s, {}) for r in range(2) for s in (step, step + 1)]))
+        model.zero_grad_buffer()
 
 
 @each_variant

@@ -192,7 +192,9 @@ class BufferSynchronizer(Synchronizer):
             with torch.no_grad():
                 for i in indices:
                     if i in self.layout.bucket_of:
-                        self._buckets[self.layout.bucket_of[i]].reopen()
+                        bucket = self._buckets[self.layout.bucket_of[i]]
+                        bucket.reopen()
+                        bucket.refuse_kernel(i, is_sent=False)
         self.gradients.add(indices)
 
     def start_negotiation(self, backward: Backward) -> Collection[int]:
@@ -226,6 +228,9 @@ class BufferSynchronizer(Synchronizer):
         recorder.agreed, recorder.agreed_at = bytes(present), perf_counter_ns()
         self.gradients.averaged = bytearray(map(max, self.gradients.averaged, present))
         waiting = backward.waiting or bytes(len(self._parameters))
+        if self.gradients.fused:  # a kernel in a reentrant checkpoint must not add to main_grad while that is sent
+            fused = self.gradients.fused.difference(backward.arrivals)
+            backward.expect_more([i for i in fused if present[i] and not waiting[i]], 1)
         plan = self.layout.plan(recorder.agreed)
         buckets = [self._buckets[bucket.index] for bucket in plan.buckets]
         schedule = LaunchSchedule(plan, buckets, waiting, self._prepare, may_launch=self._may_launch)
@@ -240,6 +245,8 @@ class BufferSynchronizer(Synchronizer):
         schedule = backward.schedule or self.make_schedule(backward)
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
+        for i in backward.unexpected:
+            self._buckets[self.layout.bucket_of[i]].refuse_kernel(i, is_sent=bool(self.gradients.averaged[i]))
         late = self.gradients.take(backward.unexpected)
         backward.add_late(late)
         if self._finite is not None:
@@ -431,7 +438,9 @@ class BufferSynchronizer(Synchronizer):
         for i in self.gradients.forget_some(indices):
             members.setdefault(self.layout.bucket_of[i], []).append(i)
         for number, of_bucket in members.items():
-            self._buckets[number].clear(of_bucket)
+            everything = self.layout.buckets[number].plan.members
+            is_empty = not self.gradients.exist(everything)
+            self._buckets[number].clear(everything if is_empty else of_bucket)
 
     # ------------------------------------------------------------------ inside
 
@@ -440,9 +449,12 @@ class BufferSynchronizer(Synchronizer):
         groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round.
-        self.gradients.add(i for i in bucket.extent.plan.members if self.gradients.averaged[i])
+        members, averaged = bucket.extent.plan.members, self.gradients.averaged
+        unexpected = [k for k, i in enumerate(members) if not averaged[i]]
+        bucket.late = [k for k in unexpected if bucket.parameters[k].grad_added_to_main_grad]  # type: ignore[attr-defined]
+        self.gradients.add(i for i in members if averaged[i])
         if self._finite is not None:
-            self._finite.look(bucket.extent.plan.members, bucket.slots)
+            self._finite.look(members, bucket.slots)
 
     def _may_launch(self) -> bool:
         probes = [group.reduction.may_launch for group in self.reduction_groups]
@@ -466,7 +478,7 @@ class BufferSynchronizer(Synchronizer):
     def _add_averages(self, group: ReductionGroup, members: Sequence[int], averages: list[Tensor]) -> None:
         for j, average in zip(members, averages, strict=True):
             i = group.indices[j]
-            self._buckets[self.layout.bucket_of[i]].add(i, average)
+            self._buckets[self.layout.bucket_of[i]].add(i, average, is_first=not self.gradients.averaged[i])
             self.gradients.averaged[i] = 1
 
 

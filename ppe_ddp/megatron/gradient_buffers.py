@@ -32,6 +32,7 @@ from ppe_ddp.engine.memory import Allocator, allocator, slots_of
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec, Plan, Planner
 from ppe_ddp.engine.reduction import FunctionReduction, Reduction
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.scaling import scale
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ class MainGradients:
         self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
         self.streams: GradientStreams | None = None  # the streams that gradients are accumulated on; None on CPUs
         self.revision = 0  # counts synchronizations and zeroings
+        self.fused: set[int] = set()  # the parameters whose gradient a kernel has added to main_grad by itself
         self.forget()
         for i, memory in main.items():
             parameter = parameters[i]
@@ -228,12 +230,16 @@ class MainGradients:
 
     def forget_some(self, indices: Iterable[int]) -> list[int]:
         """Mark gradients as absent, and return those that existed; the memory of the others is zero already."""
-        there = [i for i in indices if self.accumulated[i] or self.averaged[i]]
+        there = [i for i in indices if self.exist((i,))]
         for i in there:
             self.accumulated[i] = self.averaged[i] = 0
         self.is_dirty = self.is_dirty and any(self.accumulated)
         self.revision += 1
         return there
+
+    def exist(self, indices: Iterable[int]) -> bool:
+        """Whether one of these gradients exists."""
+        return any(self.accumulated[i] or self.averaged[i] for i in indices)
 
     def discard(self) -> None:
         """Drop the gradients in ``.grad``, and the marks of kernels that add to ``main_grad`` themselves."""
@@ -265,7 +271,9 @@ class MainGradients:
             self.accumulated[i] = 1
             self.is_dirty = True
             if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
-                continue  # a fused kernel has added it already, and .grad is a dummy
+                self.fused.add(i)
+                if not getattr(parameter, "zero_out_wgrad", False):
+                    continue  # .grad is a dummy
             to.append(self._main[i])
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
@@ -279,7 +287,10 @@ class MainGradients:
             torch._foreach_add_(to, of)
 
     def take(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        """Take the ``.grad`` of these parameters out, dense and in the dtype of ``main_grad``."""
+        """Take the gradients of these parameters out, dense and in the dtype of ``main_grad``.
+
+        They are in ``.grad``, or in ``main_grad`` if a kernel has added them there.
+        """
         taken: dict[int, Tensor] = {}
         for i in indices:
             gradient = self._parameters[i].grad
@@ -289,7 +300,12 @@ class MainGradients:
         if self.streams is not None:
             self.streams.wait_for_gradients(list(taken.values()))
         for i, gradient in taken.items():
-            taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._main[i].dtype)
+            main, parameter = self._main[i], self._parameters[i]
+            taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(main.dtype)
+            if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                self.fused.add(i)
+                taken[i] = main + taken[i] if getattr(parameter, "zero_out_wgrad", False) else main.clone()
+                main.zero_()
         return taken
 
     def put_back(self, taken: Mapping[int, Tensor]) -> None:
@@ -379,6 +395,7 @@ class BufferBucket(DenseBucket):
         self._scatter = scatter
         self._range = memory.narrow(0, 0, extent.plan.numel)
         self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
+        self.late: list[int] = []  # places of members that no rank expects and to which kernels add: not to be sent
         self._is_reduced = False
         self._carried: Tensor | None = None
         self._message: tuple[Tensor, list[Tensor]] | None = None  # memory of the all-reduce, and the slots there
@@ -425,9 +442,25 @@ class BufferBucket(DenseBucket):
         self._carried = self._averaged_part.clone()
         self._memory.zero_()
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Add an average of the second round to that of parameter ``index``."""
-        self.slots[self.extent.plan.members.index(index)].add_(gradient)
+    def refuse_kernel(self, index: int, *, is_sent: bool) -> None:
+        """Raise if a kernel has added a gradient that arrives now to averages, or to what may have been sent before."""
+        k = self.extent.plan.members.index(index)
+        parameter = self.parameters[k]
+        is_fused = parameter.grad is not None and parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
+        if is_fused and (is_sent or self._carried is not None):
+            raise UnusableError(
+                f"rank {self._groups.rank}: a kernel has added the gradient of {self.names[k]!r} to main_grad by "
+                "itself (grad_added_to_main_grad), after that was averaged or sent: call zero_grad_buffer() before "
+                "each step, and no_sync() for all micro-batches but the last. If it did so in a reentrant checkpoint, "
+                "set overlap_grad_reduce=False, or use_reentrant=False there"
+            )
+
+    def add(self, index: int, gradient: Tensor, *, is_first: bool) -> None:
+        """Add an average of the second round to that of parameter ``index``; ``is_first`` if no rank expected it."""
+        slot = self.slots[self.extent.plan.members.index(index)]
+        if is_first and self._scatter is not None:
+            slot.zero_()  # a reduce-scatter has sent the memory itself, to which kernels may have added meanwhile
+        slot.add_(gradient)
         self._is_reduced = True
 
     def launch(self, *, is_last: bool) -> None:
@@ -450,6 +483,8 @@ class BufferBucket(DenseBucket):
             self._message = flat, slots_of(flat, self.plan, self.specs, self.parameters)
         flat, slots = self._message
         scale(flat, self._range, self._gain * self.factor)
+        for k in self.late:
+            slots[k].zero_()
         return flat, slots
 
     def finish(self) -> Steps:
