@@ -86,6 +86,18 @@ class ReachedParameters:
             ) from error
 
 
+def reached_though_replaced(
+    before: Mapping[str, nn.Parameter], module: nn.Module | None, now: Sequence[nn.Parameter]
+) -> list[str]:
+    """The names of parameters that this backward reaches, and that are in ``module`` again, but not watched ``now``.
+
+    ``before`` has those that were watched in the forward of its graph.
+    """
+    back, watched = set(map(id, module.parameters() if module is not None else ())), set(map(id, now))
+    replaced = {name: one for name, one in before.items() if id(one) in back - watched}
+    return [list(replaced)[i] for i in ReachedParameters(list(replaced.values())).indices()]
+
+
 _MOST_SEQUENCES = 64  # that are cached; graphs that change would add new ones for ever
 PostHook = Callable[[nn.Parameter], object]
 

@@ -30,7 +30,7 @@ from ppe_ddp.engine.completion import (
     finish_and_conclude,
     note_failure_of_open,
 )
-from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, ReachedParameters, UserGradHooks, owners_of
+from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of, reached_though_replaced
 from ppe_ddp.engine.gradients import copied_gradients
 from ppe_ddp.engine.record import EventLog, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
@@ -341,18 +341,12 @@ class Reducer(Generic[C]):
         )
 
     def _refuse_replaced(self, before: Mapping[str, nn.Parameter]) -> None:
-        """Raise if this backward reaches parameters that ``functional_call`` has replaced in a later forward.
-
-        They are back in the module, but have no hooks before the next forward. ``before`` has those of this graph.
-        """
-        now = set(map(id, self._parameters))
-        back = set(map(id, getattr(self._wrapper(), "module", torch.nn.Identity()).parameters()))
-        replaced = [name for name, one in before.items() if id(one) in back and id(one) not in now]
-        reached = ReachedParameters([before[name] for name in replaced]).indices()
+        """Raise if this backward reaches parameters that ``functional_call`` has replaced in a later forward."""
+        reached = reached_though_replaced(before, getattr(self._wrapper(), "module", None), self._parameters)
         if not reached:
             return
         error = UnusableError(
-            f"rank {self.groups.rank}: a backward reaches {replaced[reached[0]]!r}, in whose place functional_call() "
+            f"rank {self.groups.rank}: a backward reaches {reached[0]!r}, in whose place functional_call() "
             "has put another nn.Parameter since the forward, so that its gradient would not be averaged: call it "
             "before the forward, under torch.no_grad(), or with plain tensors (parameter.detach().requires_grad_())"
         )
@@ -541,8 +535,7 @@ class Reducer(Generic[C]):
                 )
             self.groups.check()
             turn = self.shared.turn()
-            if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
-                hooks.defer()
+            self._user_grad_hooks.defer()
             self.synchronizer.begin_step()
             self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
             started = self._completion(backward)
