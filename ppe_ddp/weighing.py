@@ -14,7 +14,6 @@ backwards in ``no_sync()`` add up until the gradients are synchronized.
 
 from __future__ import annotations
 
-import math
 import struct
 import weakref
 from functools import partial
@@ -52,6 +51,7 @@ WEIGHS_NOTHING = struct.pack(">I", 1)
 """The field of a rank whose counts are all 0."""
 NBYTES = 4
 """The size of a rank's field."""
+_SMALLEST, _LARGEST = 1e-30, 1e30  # so that sums are in the range of float32
 _Versions = list[tuple[int, int]] | None
 
 
@@ -75,14 +75,17 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
         The loss times the count. Call ``backward()`` on it, but print the given loss.
 
     Raises:
-        ValueError: The count is negative, infinite or NaN.
+        ValueError: The count is negative, infinite, NaN, or too large or small for float32 or for the loss's dtype.
         UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight; or
             the backward comes to no wrapper.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
-    number = float(count)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"weigh() needs a finite count that is not negative, not {number}")
+    number, most = float(count), min(_LARGEST, torch.finfo(loss.dtype).max)
+    if number and not _SMALLEST <= number <= most:
+        raise ValueError(
+            f"weigh() needs a finite count that is not negative, 0 or from {_SMALLEST:g} to {most:g} for a loss of "
+            f"{loss.dtype}, not {number}: divide the counts of all ranks by the same number"
+        )
     Weights.were_used = True
     weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
     return weighed

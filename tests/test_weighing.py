@@ -104,6 +104,9 @@ def test_counts_that_cannot_be():
     for count in (-1, torch.inf, torch.nan):
         with pytest.raises(ValueError, match="finite"):
             weigh(torch.ones(()), count)
+    for count, dtype in ((1e39, torch.float64), (1e-46, torch.float32), (1e5, torch.float16)):
+        with pytest.raises(ValueError, match="divide the counts of all ranks"):
+            weigh(torch.ones((), dtype=dtype), count)
     wrapper = megatron.DistributedDataParallel(None, megatron.DistributedDataParallelConfig(), seeded(mlp, 4, 5, 2))
     weigh(loss_of(wrapper, 0), 3).backward()
     with pytest.raises(ValueError, match="not for Megatron's wrapper"):
