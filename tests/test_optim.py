@@ -351,8 +351,8 @@ def test_a_module_that_has_changed_is_refused():
     for use in (lambda: wrapper(data(4, 6)), lambda: DistributedOptimizer(torch.optim.SGD, wrapper)):
         with pytest.raises(ValueError, match=text):
             use()
-    with pytest.raises(RuntimeError, match="join\\(\\) is not for a model with a DistributedOptimizer"):
-        wrapper.join()
+    with pytest.raises(RuntimeError, match="join\\(\\) is not for a model with a DistributedOptimizer"), wrapper.join():
+        pass
     again = DistributedDataParallel(wrapper.module)
     before = again.module[0].bias.detach().clone()
     pulled(again, DistributedOptimizer(torch.optim.SGD, again, lr=1.0))
