@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import data, of_all_ranks, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, broadcast
+from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, broadcast
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -98,6 +98,28 @@ def first_used(statistics_of, uses, before):
 
 def rank_0s(tensors, group):
     return broadcast(tensors, group)
+
+
+@on_three_ranks
+def test_after_a_failure_behind_the_broadcast_the_same_rank_sends_its_buffers_again():
+    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(Towers))
+    synchronizer = wrapper._reducer.synchronizer
+
+    def refuse():
+        yield None
+        raise CommunicationError("this step is not committed")
+
+    def step(used):
+        wrapper(data(5, 4, rank=rank), used).sum().backward()
+
+    synchronizer.commits = refuse
+    with pytest.raises((CommunicationError, PeerAbortedError)):
+        step([1] if rank == 2 else [])
+    synchronizer.commits = None
+    written = wrapper.comm_state_dict().get("written", [])
+    assert ("towers.1.1" in written) == (rank == 2)
+    wrapper.finish_grad_sync()
+    assert "written" not in wrapper.comm_state_dict()
 
 
 @pytest.mark.parametrize(
