@@ -3,6 +3,7 @@
 import mmap
 import os
 import stat
+import weakref
 
 import pytest
 
@@ -15,6 +16,15 @@ def test_nobody_else_may_open_the_memory():
     assert stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.geteuid()
     assert not os.get_inheritable(memory.address.descriptor)
+
+
+def test_memory_of_a_process_that_has_ended_is_given_up():
+    memory, ended, other, last = (SharedMemory() for _ in range(4))
+    mapped, kept = weakref.ref(memory.attach(ended.address)), weakref.ref(memory.attach(other.address))
+    os.close(ended.address.descriptor)  # as at the end of its process
+    memory.attach(last.address)
+    assert mapped() is None
+    assert kept() is not None
 
 
 @pytest.mark.parametrize("told", ["64", None])

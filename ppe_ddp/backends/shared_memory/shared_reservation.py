@@ -120,13 +120,13 @@ class SharedMemory:
             if known is None:
                 if address.node != node_name():
                     raise OSError(f"process {address.pid} is on another node")
+                # What an ended process has touched takes memory as long as another one maps it.
+                self._peers = {peer: space for peer, space in self._peers.items() if not self.has_ended(peer)}
                 known = self._peers[address] = open_memory_file(address.path, address.nbytes, address.token)
             return known
 
     def has_ended(self, address: Address) -> bool:
-        """Whether the owner of another reservation has ended, or is a zombie."""
-        if address == self.address:
-            return False
+        """Whether the owner of a reservation has ended, or is a zombie."""
         try:
             os.stat(address.path)
         except FileNotFoundError:
