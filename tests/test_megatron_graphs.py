@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
-from ppe_ddp import NonFiniteGradientError, UnusableError
+from ppe_ddp import NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -134,6 +134,34 @@ def test_what_nobody_foresaw_is_repaired(bucket_size, sharded):
         for x in inputs:
             (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
         hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
+@on_two_ranks
+def test_gradients_that_were_late_in_a_failed_step_are_not_added_to_averages():
+    module, rank = seeded(Checkpointed).double(), dist.get_rank()
+    model = wrap(module, overlap_grad_reduce=True, bucket_size=1, use_distributed_optimizer=True)
+    inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
+    has_sent = dist.distributed_c10d._get_default_store()
+
+    def fail(_):
+        has_sent.wait(["sent"])
+        raise ArithmeticError
+
+    model(inputs[rank].clone().requires_grad_()).pow(2).sum().backward()
+    model.finish_grad_sync()
+    x = inputs[rank].clone().requires_grad_()
+    if rank == 1:
+        x.register_hook(fail)
+    with pytest.raises(ArithmeticError) if rank == 1 else contextlib.nullcontext():
+        model(x).pow(2).sum().backward()
+    has_sent.set("sent", "")
+    with pytest.raises(PeerAbortedError):
+        model.finish_grad_sync()
+    model.finish_grad_sync()  # takes the step again
+    twin = copy.deepcopy(module)
+    for x in inputs * 2:
+        (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
+    hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
 
 
 class FusedLinear(torch.autograd.Function):

@@ -188,14 +188,19 @@ class BufferSynchronizer(Synchronizer):
         self.is_sent = False
         if self._pending_results is not None:
             self.wait_for_results()
-        if self._holds_averages:
-            with torch.no_grad():
-                for i in indices:
-                    if i in self.layout.bucket_of:
-                        bucket = self._buckets[self.layout.bucket_of[i]]
-                        bucket.reopen()
-                        bucket.refuse_kernel(i, is_sent=False)
+        for bucket, i in self._reopen(indices):
+            bucket.refuse_kernel(i, is_sent=False)
         self.gradients.add(indices)
+
+    def _reopen(self, indices: Sequence[int]) -> list[tuple[BufferBucket, int]]:
+        """Set averages aside before gradients are added to them; returns the buckets that had any, by parameter."""
+        if not self._holds_averages:
+            return []
+        found = [(self._buckets[self.layout.bucket_of[i]], i) for i in indices if i in self.layout.bucket_of]
+        with torch.no_grad():
+            for bucket, _ in found:
+                bucket.reopen()
+        return found
 
     def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start the mask exchange: for gradients expected in this backward, and those accumulated before."""
@@ -313,7 +318,9 @@ class BufferSynchronizer(Synchronizer):
             group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
-        self.gradients.add(range(len(self._parameters)))  # gradients that have arrived since the last launch
+        arrived = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
+        self._reopen([*arrived, *backward.late])
+        self.gradients.add(arrived)  # since the last launch
         self.gradients.put_back(backward.late)
         backward.release()
 
