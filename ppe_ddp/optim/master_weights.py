@@ -92,7 +92,7 @@ class MasterWeights(list[MasterWeight]):
         for master in self._copies:
             own = master.own()
             rounded = master.weight.to(own.dtype)
-            if not torch.equal(own, rounded):
+            if not (own.is_cpu and torch.equal(own, rounded)):  # the host would wait for a GPU
                 master.weight.data = torch.where(own != rounded, own.to(master.dtype), master.weight)
         if list(map(torch.Tensor.data_ptr, self._aliased)) != self._addresses:
             for master in self:
