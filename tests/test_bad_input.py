@@ -1,5 +1,6 @@
 """Ranks that disagree, wrong arguments, a wrapper used where it cannot work: clear errors, and no hang."""
 
+import copy
 import os
 import re
 import time
@@ -282,7 +283,12 @@ def test_use_in_a_forked_child():
                 wrapper(data(5, 4))
             with pytest.raises(UnusableError, match="forked"):
                 loss.backward()
-            wrapper.module(data(5, 4)).sum()
+            wrapper.module.zero_grad()
+            with pytest.raises(UnusableError, match=r"a backward needs a copy of it, copy.deepcopy\(ddp.module\)"):
+                wrapper.module(data(5, 4)).sum().backward()
+            copied = copy.deepcopy(wrapper.module)
+            copied(data(5, 4)).sum().backward()
+            assert all(parameter.grad is not None for parameter in copied.parameters())
             code = 0
         finally:
             os._exit(code)

@@ -624,7 +624,7 @@ class Groups:
             raise UnusableError(
                 f"rank {self.rank}: this process was forked after the wrapper was made, and its connections "
                 "belong to the parent; start workers by 'spawn' and initialize torch.distributed in each, or "
-                "use the plain module (ddp.module) here"
+                "use the plain module (ddp.module) here; a backward needs a copy of it, copy.deepcopy(ddp.module)"
             )
         if self.life is Life.UNUSABLE:
             raise UnusableError(self._reason)
