@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 
 import pytest
 import torch
@@ -117,6 +118,10 @@ class Checkpointed(nn.Module):
         return x
 
 
+def backward_of(model, inputs):
+    model(inputs[dist.get_rank()].clone().requires_grad_()).pow(2).sum().backward()
+
+
 @pytest.mark.parametrize("bucket_size", [1, None])
 @pytest.mark.parametrize("sharded", [False, True])
 @on_two_ranks
@@ -127,7 +132,7 @@ def test_what_nobody_foresaw_is_repaired(bucket_size, sharded):
     inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
     for _ in range(2):
         model.zero_grad_buffer()
-        model(inputs[dist.get_rank()].clone().requires_grad_()).pow(2).sum().backward()
+        backward_of(model, inputs)
         model.finish_grad_sync()
         assert model.trace().repaired == ("layers.0.weight", "layers.0.bias")
         twin = copy.deepcopy(module)
@@ -147,7 +152,7 @@ def test_gradients_that_were_late_in_a_failed_step_are_not_added_to_averages():
         has_sent.wait(["sent"])
         raise ArithmeticError
 
-    model(inputs[rank].clone().requires_grad_()).pow(2).sum().backward()
+    backward_of(model, inputs)
     model.finish_grad_sync()
     x = inputs[rank].clone().requires_grad_()
     if rank == 1:
@@ -162,6 +167,39 @@ def test_gradients_that_were_late_in_a_failed_step_are_not_added_to_averages():
     for x in inputs * 2:
         (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
     hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
+@on_two_ranks
+def test_that_a_step_was_given_up_may_be_found_by_the_next_backward():
+    module = seeded(Checkpointed).double()
+    model = wrap(module, overlap_grad_reduce=True)
+    inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
+    backward_of(model, inputs)
+    if dist.get_rank() == 1:
+        model.abort_grad_sync("given up")
+    for count in (2, 1):  # the gradients of the step that was given up count in the next one
+        backward_of(model, inputs)
+        model.finish_grad_sync()
+        twin = copy.deepcopy(module)
+        for x in inputs * count:
+            (twin(x.clone().requires_grad_()).pow(2).sum() / 2).backward()
+        hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+        model.zero_grad_buffer()
+
+
+@on_two_ranks
+def test_a_wrapper_that_is_gone_before_its_results_came_leaves_its_connections_to_nobody():
+    inputs = [data(3, 4, rank=rank, dtype=torch.float64) for rank in range(2)]
+    seen = set()
+    for _ in range(2):
+        model = wrap(seeded(Checkpointed).double(), overlap_grad_reduce=True)
+        names = {groups.buckets.group_name for groups in model.gradient_buffers.groups}
+        assert not names & seen
+        seen |= names
+        backward_of(model, inputs)
+        del model
+        gc.collect()
+        dist.barrier()
 
 
 class FusedLinear(torch.autograd.Function):

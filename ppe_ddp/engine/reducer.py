@@ -139,7 +139,7 @@ class Reducer(Generic[C]):
 
     def __del__(self) -> None:
         self.remove_hooks()
-        if self._backward is None:
+        if self._backward is None and self.synchronizer.unfinished is None:
             self.groups.release()
 
     def remove_hooks(self) -> None:

@@ -9,6 +9,7 @@ one order that is the same on every rank. So no rank waits in one group for a ra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -49,6 +50,8 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.mask_exchange import MaskExchange
     from ppe_ddp.engine.plan import ParameterSpec
     from ppe_ddp.megatron.config import Setup
+
+logger = logging.getLogger("ppe_ddp")
 
 _ABORTED = 1  # the bit of a rank's status for a backward that has raised, beside NON_FINITE
 _HALF = (torch.bfloat16, torch.float16)
@@ -202,9 +205,17 @@ class BufferSynchronizer(Synchronizer):
                 bucket.reopen()
         return found
 
+    def must_renew(self) -> bool:
+        """Whether connections are closed; waits for pending results first, as their failure would close them."""
+        try:
+            self.wait_for_results()
+        except (PeerAbortedError, CommunicationError) as error:  # all ranks drop that step and go on with this one
+            logger.warning("%s (It was never finished here.)", error)
+            self.begin_step()
+        return super().must_renew()
+
     def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start the mask exchange: for gradients expected in this backward, and those accumulated before."""
-        self.wait_for_results()
         if not backward.aborted:  # an aborted backward belongs to the failed step
             self.forget_failure()
         if self.weights.is_weighed:
