@@ -67,7 +67,6 @@ class PythonGroup(ProcessGroup):
         self._store = arguments.store
         self._timeout: timedelta = arguments.timeout
         self._group_name: str = arguments.group_id
-        self._group_desc = ""
         self._backend_name = backend_name
         self._types = tuple(device_types)
 
@@ -90,12 +89,6 @@ class PythonGroup(ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        return self._group_desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        self._group_desc = desc
 
     @property
     def _device_types(self) -> list[device]:

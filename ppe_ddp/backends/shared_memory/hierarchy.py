@@ -57,7 +57,7 @@ class Hierarchy:
         """
         is_shared = self._memory.position(flat) >= 0
         local = self._memory.view_of(flat) if is_shared else flat.detach()
-        step = NodeSumStep(local, _SUM, ranges, self.layout, is_shared=is_shared)
+        step = NodeSumStep(local, ranges, self.layout, is_shared=is_shared)
         return HierarchicalReduction(self._queue, self._waits, flat, step)
 
 

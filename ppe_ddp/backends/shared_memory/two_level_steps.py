@@ -316,15 +316,9 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     name = 3
 
     def __init__(
-        self,
-        local: Tensor,
-        kind: object,
-        ranges: Sequence[Sequence[tuple[int, int]]],
-        layout: NodeLayout,
-        *,
-        is_shared: bool,
+        self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], layout: NodeLayout, *, is_shared: bool
     ) -> None:
-        super().__init__(local, kind, is_shared=is_shared)
+        super().__init__(local, _Kind.SUM, is_shared=is_shared)
         self._ranges = ranges
         self._own = layout.own_slices
         # For each slice of this rank, the sums of its ranges, half precision in float32; None before they are summed.
