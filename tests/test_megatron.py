@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppe_ddp
@@ -102,6 +103,23 @@ def hold_state(wrapper, inner):
     assert wrapper.load_state_dict({"weight": given["weight"], "x": before}, strict=False).missing_keys == ["bias"]
     with pytest.raises(ValueError, match="assign=True"):
         wrapper.load_state_dict(given, assign=True)
+
+
+def test_a_wrapper_inside_a_module_and_torchs_functions_for_checkpoints():
+    inner = nn.ModuleList([Plain(nn.Linear(2, 3)), Plain(nn.Linear(2, 3))])
+    state = copy.deepcopy(inner.state_dict())
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    with torch.no_grad():
+        inner[1].module.weight.zero_()
+    inner.load_state_dict(state)
+    assert inner[1].module.weight.ne(0).all()
+    base = Plain(nn.Linear(2, 3))
+    found = get_model_state_dict(base)
+    assert list(found) == ["weight", "bias"]
+    set_model_state_dict(base, {name: torch.full_like(value, 2.0) for name, value in found.items()})
+    assert base.module.weight.eq(2).all()
+    base.load_state_dict({"module.weight": torch.ones(3, 2), "module.bias": torch.ones(3)})
+    assert base.module.weight.eq(1).all()
 
 
 def test_a_module_may_say_what_a_checkpoint_holds():

@@ -336,6 +336,18 @@ def test_not_a_number_is_found_before_it_spreads(value, options):
     hold(model, mean_of(model.module, *[(r, 3, {"taken": [0]}) for r in range(2)]))
 
 
+@on_two_ranks
+def test_an_error_that_nobody_asked_for_ends_with_its_iteration():
+    model, rank = wrap(overlap_grad_reduce=True, check_for_nan_in_grad=True), dist.get_rank()
+    (loss(model, rank, 0, taken=[0]) * float("nan")).backward()
+    model.zero_grad_buffer(zero_buffer=False)  # as scripts for Megatron 0.5 do
+    for buffer in model.grad_buffers:
+        buffer.reset()
+    loss(model, rank, 1, taken=[0]).backward()
+    model.finish_grad_sync()
+    hold(model, mean_of(model.module, *[(r, 1, {"taken": [0]}) for r in range(2)]))
+
+
 @pytest.mark.parametrize("options", [VARIANTS[1], VARIANTS[3]], ids=["overlap", "after"])
 @on_two_ranks
 def test_compile_a_whole_step_with_its_synchronization(options):

@@ -425,6 +425,10 @@ class BufferSynchronizer(Synchronizer):
         """Forget a failure, as another step begins or its error is being raised."""
         self._failure = None
 
+    def forget_errors(self) -> None:
+        """Forget a failure, and an error that :meth:`raise_if_bad` would raise, as another iteration begins."""
+        self._failure = self._error = None
+
     def raise_if_bad(self) -> None:
         """Raise the error of any rank since the last call, once."""
         failure, self._failure = self._failure, None
@@ -447,7 +451,6 @@ class BufferSynchronizer(Synchronizer):
             bucket.reset()
         self._holds_averages = False
         self.gradients.forget()
-        self._failure = self._error = None
 
     def clear_some(self, indices: Sequence[int]) -> None:
         """Set the gradients of the parameters at ``indices`` to zero, after waiting for pending results."""

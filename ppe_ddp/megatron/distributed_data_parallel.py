@@ -25,6 +25,7 @@ from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
 from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
+from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.torch_internals import uncompiled
 
 if TYPE_CHECKING:
@@ -38,17 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ppe_ddp")
 
 
-class DistributedDataParallelBase(nn.Module, ABC):
+class DistributedDataParallelBase(ModuleWrapper, ABC):
     """Abstract base of wrappers of ``module``, with the interface of Megatron's class of this name.
 
     State dicts have the names of the wrapped module, without a prefix of the wrapper's.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"{type(self).__name__} wraps an nn.Module, not {type(module).__name__}")
-        self.module = module
+        super().__init__(module)
 
     @abstractmethod
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
             prefix, args = args[0], args[1:]
             if args:
                 keep_vars, args = args[0], args[1:]
-        return self.module.state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
+        return super().state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """The state dict for a checkpoint: by the wrapped module's method of this name, or else its ``state_dict``."""
@@ -72,7 +72,7 @@ class DistributedDataParallelBase(nn.Module, ABC):
         """Copy ``state_dict`` into the wrapped module; ``assign`` is refused, as buffers belong to its parameters."""
         if assign:
             raise ValueError("load_state_dict(assign=True) replaces parameters whose gradients lie in buffers: copy")
-        return self.module.load_state_dict(state_dict, strict=strict)
+        return super().load_state_dict(state_dict, strict=strict)
 
 
 class DistributedDataParallel(DistributedDataParallelBase):
@@ -311,10 +311,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
         See :meth:`ppe_ddp.DistributedDataParallel.abort_grad_sync`. The other ranks raise
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`.
         On this rank ``main_grad`` keeps what it has computed. If the synchronized backward is over, other ranks may
-        have their averages already; they go on with a warning. Without ``overlap_grad_reduce`` the call is also needed
-        if a backward has raised. If the model is split, also by experts, call ``finalize_model_grads()`` after it: it
-        tells the ranks of the whole model and raises, and so it does on ranks whose backward was ended by this. Without
-        it the ranks stay a step apart.
+        have their averages already; they go on with a warning. Without ``overlap_grad_reduce``, and in :meth:`no_sync`,
+        the call is also needed if a backward has raised. If the model is split, also by experts, call
+        ``finalize_model_grads()`` after it: it tells the ranks of the whole model and raises, and so it does on ranks
+        whose backward was ended by this. Without it the ranks stay a step apart.
         """
         self._reducer.abort(reason)
 
@@ -339,7 +339,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         except PeerAbortedError as error:  # all ranks drop that step and go on with the next
             logger.warning("%s (It was never finished here.)", error)
         synchronizer.is_sent = False
-        synchronizer.forget_failure()
+        synchronizer.forget_errors()
         synchronizer.gradients.discard()
         if zero_buffer:
             synchronizer.clear()

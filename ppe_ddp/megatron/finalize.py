@@ -90,7 +90,8 @@ def finalize_model_grads(
 
     If a model is split, also by experts, an error on one rank is raised on all ranks with the number of that rank, and
     no rank takes the step. So a rank whose backward has raised must call this as well: it raises, and the other ranks
-    hear of the error.
+    hear of the error. If that backward was not synchronized (without ``overlap_grad_reduce``, or in ``no_sync()``),
+    call ``abort_grad_sync()`` before: nothing else tells this that a part of the gradients is missing.
 
     Args:
         model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one chunk.
