@@ -171,10 +171,9 @@ class Options:
         for name, pattern in product(names, patterns):
             if fits(name, pattern):
                 raise ValueError(
-                    f"parameter {name!r}: average_where_used multiplies an average by a factor of the ranks that have "
-                    "used the parameter in this step, and what ErrorFeedback adds is of earlier steps, which other "
-                    f"ranks have used: leave it out for these parameters, as ByParameter({{{pattern!r}: "
-                    "Uncompressed()}, otherwise=...) does"
+                    f"parameter {name!r} has average_where_used, and ErrorFeedback adds to it what earlier steps have "
+                    "left, in which other ranks may have used it. Compress these parameters without ErrorFeedback: "
+                    f"ByParameter({{{pattern!r}: Uncompressed()}}, otherwise=...)"
                 )
 
     def check_device(self, device: torch.device | None) -> None:

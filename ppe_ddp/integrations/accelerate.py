@@ -103,7 +103,7 @@ class Accelerator(accelerate.Accelerator):
                 are averaged over those of all ranks and accumulation steps.
             **kwargs: As for Accelerate's.
         """
-        if count is not None and not self._is_data_parallel and self.gradient_accumulation_steps == 1:
+        if count is not None and self.num_processes == 1 and self.gradient_accumulation_steps == 1:
             count = None  # without other ranks and a wrapper, the mean over all samples is this loss
         if count is not None:
             loss = weigh(loss * self.gradient_accumulation_steps, count)

@@ -420,7 +420,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, 0-dimensional, the same on every rank.
     """
-    if not norm_type > 0:
+    if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type is {norm_type}, and must be positive; inf is the norm of the largest element")
     models = [optimizer._model for optimizer in optimizers]
     copies = models[0].copies
@@ -434,7 +434,7 @@ def clip_grad_norm_(
         with copies.agreeing():
             parts = [optimizer._gradients(names) for optimizer in optimizers]
             counted = [gradient for _, of_one in parts for gradient in of_one]
-            norm, is_unknown = total_norm(counted, float(norm_type), device, copies, is_unknown=is_unknown)
+            norm, is_unknown = total_norm(counted, norm_type, device, copies, is_unknown=is_unknown)
         if is_unknown:
             raise ValueError(
                 "tensor-parallel ranks clip by the norm of the whole model, for which it must be known which "
