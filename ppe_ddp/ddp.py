@@ -255,7 +255,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _used(self) -> Reducer[BucketSynchronizer] | None:
         """:meth:`_ready` for a forward or a synchronization, which use this wrapper: saving and comparing do not."""
         if (reducer := self._ready()) is not None:
-            reducer.shared.use()
+            reducer.before_forward()
         return reducer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -80,10 +80,11 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
             the backward comes to no wrapper.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
-    number, most = float(count), min(_LARGEST, torch.finfo(loss.dtype).max)
-    if number and not _SMALLEST <= number <= most:
+    number, limits = float(count), torch.finfo(loss.dtype)
+    least, most = max(_SMALLEST, limits.tiny), min(_LARGEST, limits.max)
+    if number and not least <= number <= most:
         raise ValueError(
-            f"weigh() needs a finite count that is not negative, 0 or from {_SMALLEST:g} to {most:g} for a loss of "
+            f"weigh() needs a finite count that is not negative, 0 or from {least:g} to {most:g} for a loss of "
             f"{loss.dtype}, not {number}: divide the counts of all ranks by the same number"
         )
     Weights.were_used = True

@@ -167,7 +167,8 @@ class Step:
 
 
 def _give_up(text):
-    raise Unsound(text)
+    if Tape.now.asked is None:  # else the run is only cut off here
+        raise Unsound(text)
 
 
 class QueueRank:

@@ -112,6 +112,7 @@ class Backward:
         self.met: Exception | None = None  # an error to raise at the end of this backward
         self.cause: Exception | None = None  # another rank's failure, of which another wrapper was told in its graph
         self.averaged = b""  # one byte a parameter: whether its average is in ``.grad``
+        self.is_handed_over = False  # whether averages are put into ``.grad``, as on all other ranks
         # Set by the synchronizer, through the methods below:
         self.exchanges: Sequence[MaskExchange] = ()  # of the mask: one for each reduction group
         self.agreement: Agreement | None = None  # the result of the mask exchange
@@ -201,6 +202,10 @@ class Backward:
         """Hand the buffers over and keep no reference: the broadcast counts references to a buffer."""
         buffers, self.buffers = self.buffers, {}
         return buffers
+
+    def begin_hand_over(self) -> None:
+        """Note that nothing is given up any more: all averages come into ``.grad``."""
+        self.is_handed_over = True
 
     def release(self) -> None:
         """Drop the schedules (a reference cycle with this object), and the gradients that were put back."""

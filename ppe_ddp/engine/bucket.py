@@ -594,9 +594,9 @@ class LaunchSchedule(Generic[B]):
         """Call ``take(parameter indices, averages)`` for each bucket; called when all buckets have succeeded.
 
         Averages are first multiplied by ``factors``, by parameter index. The parameters in ``but`` are left out.
-        An interrupt is raised when all buckets are handed over: the other ranks have these averages.
+        An error or interrupt is raised when all buckets are handed over: the other ranks have these averages.
         """
-        interrupt: BaseException | None = None
+        first_error: BaseException | None = None
         for bucket in self.buckets:
             try:
                 averages, expected = bucket.averages(), bucket.expected
@@ -610,10 +610,13 @@ class LaunchSchedule(Generic[B]):
                 bucket.release()  # else put_back() would add this rank's gradients to averages
                 take(expected, averages)
             except BaseException as error:
-                interrupt = interrupt or error
+                first_error = first_error or error
         self._previous = None
-        if interrupt is not None:
-            raise interrupt
+        if first_error is not None:
+            try:
+                raise first_error
+            finally:
+                del first_error  # a reference cycle with this frame would keep the averages
 
     def give_back(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's gradients as they were, by parameter index; the reductions go on."""

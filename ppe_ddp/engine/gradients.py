@@ -19,7 +19,7 @@ from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.utils.hooks import RemovableHandle
@@ -136,14 +136,19 @@ class Gradients:
 
 
 @torch.no_grad()
-def copied_gradients(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
-    """Copy this rank's gradients; returns a function that puts them back, each in the tensor that it was in."""
+def copied_gradients(parameters: Sequence[nn.Parameter]) -> Callable[[Collection[int]], None]:
+    """Copy this rank's gradients; returns what puts them back, each in the tensor that it was in.
+
+    It leaves out the parameters whose identities it is given.
+    """
     there = list(map(GRADIENT, parameters))
     copies = [None if (own := local_of(grad)) is None else local_tensor(own).clone() for grad in there]
 
     @torch.no_grad()
-    def restore() -> None:
+    def restore(but: Collection[int]) -> None:
         for parameter, gradient, copy in zip(parameters, there, copies, strict=True):
+            if id(parameter) in but:
+                continue
             parameter.grad = gradient
             if type(gradient) is ShardedGradient:
                 gradient.content.local = copy

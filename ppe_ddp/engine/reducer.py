@@ -164,10 +164,8 @@ class Reducer(Generic[C]):
     @property
     def is_synchronizing(self) -> bool:
         """Whether a gradient that arrives now is this rank's own, to be averaged or of a step that has failed."""
-        backward = self._backward
-        if backward is None or (backward.phase is Phase.FAILED and backward.alive() is None):
-            return False
-        return self.enabled
+        one = self._backward
+        return self.enabled and one is not None and (one.phase is not Phase.FAILED or one.alive() is not None)
 
     # ------------------------------------------------------------------ what the wrapper and autograd call
 
@@ -194,6 +192,11 @@ class Reducer(Generic[C]):
 
         if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
             self._abort_if_unfinished(weakref.ref(self), backward.alive)
+
+    def before_forward(self) -> None:
+        """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""
+        self.shared.use()
+        self._user_grad_hooks.defer()
 
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
         """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.
@@ -239,10 +242,7 @@ class Reducer(Generic[C]):
             self._begin_others()
 
     def _begin_others(self) -> None:
-        """Begin all other wrappers that this backward will reach, even if one of them refuses it.
-
-        An error before it reaches their outputs has to end their synchronization as well.
-        """
+        """Begin all other wrappers that this backward will reach: an error on its way ends their steps, too."""
         with ExitStack() as stack:
             for other in self._everyone():
                 if other is not self and other.enabled and other._end_callback() is None and other._is_reached():
@@ -342,13 +342,11 @@ class Reducer(Generic[C]):
 
     def _refuse_replaced(self, before: Mapping[str, nn.Parameter]) -> None:
         """Raise if this backward reaches parameters that ``functional_call`` has replaced in a later forward."""
-        reached = reached_though_replaced(before, getattr(self._wrapper(), "module", None), self._parameters)
-        if not reached:
+        if not (reached := reached_though_replaced(before, getattr(self._wrapper(), "module", None), self._parameters)):
             return
         error = UnusableError(
-            f"rank {self.groups.rank}: a backward reaches {reached[0]!r}, in whose place functional_call() "
-            "has put another nn.Parameter since the forward, so that its gradient would not be averaged: call it "
-            "before the forward, under torch.no_grad(), or with plain tensors (parameter.detach().requires_grad_())"
+            f"rank {self.groups.rank}: a backward reaches {reached[0]!r}, which functional_call() has replaced after "
+            "the forward, so that it would not be averaged: call it before, in no_grad(), or with plain tensors"
         )
         self.abort(str(error))
         raise error
@@ -453,7 +451,7 @@ class Reducer(Generic[C]):
 
     def _finish(self, backward: Backward) -> Steps:
         """Complete ``backward``; if that fails, put this rank's gradients back and raise the error."""
-        restore: Callable[[], None] | None = None
+        restore: Callable[[Collection[int]], None] | None = None
         try:
             self._end_arrivals(backward)
             if backward.phase is Phase.BEGUN:
@@ -466,8 +464,8 @@ class Reducer(Generic[C]):
             try:
                 yield from self._finish_failed(backward, error)
             finally:
-                if restore is not None:  # hooks would be applied twice when the step is taken again
-                    restore()
+                if restore is not None and not backward.is_handed_over:  # else the hooks would be applied once more
+                    restore(() if backward.turn is None else backward.turn.averaged)
                 # Without a backward and before the mask was sent, the user may have dropped the weighed gradients.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
                     self.synchronizer.weights.remember(has_failed=True)
@@ -643,12 +641,14 @@ class Reducer(Generic[C]):
             started, self._started, self._backward = self._started, None, None
         if started is not None:
             started.close()
-        if not has_ended:
-            Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
-        if running is backward and not backward.is_manual:  # what is left of it must not begin another step
-            if backward.phase is not Phase.FAILED:
-                backward.fail()
-            self._backward = backward
+        try:
+            if not has_ended:
+                Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
+        finally:
+            if running is backward and not backward.is_manual:  # what is left of it must not begin another step
+                if backward.phase is not Phase.FAILED:
+                    backward.fail()
+                self._backward = self._backward or backward
 
     @staticmethod
     @uncompiled_hook

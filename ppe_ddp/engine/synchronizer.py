@@ -282,7 +282,7 @@ class BucketSynchronizer(Synchronizer):
             # What is kept from this step is added to one with other ranks, so it must have the factor of this step.
             weight = self._factor_by_active(answer)
         if backward.turn is not None:
-            backward.turn.agree(answer.apart, is_weighed=weight is not None)
+            backward.turn.agree(answer.apart, is_weighed=bool(answer.weights.strip(UNWEIGHTED_BYTES)))
         views = self._policy.views and not self.gradients.stays_in_place
         masks = self._groups.node_masks
 
@@ -352,7 +352,10 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
-        self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
+        if any(statuses):  # this rank's backward has raised
+            self.reduction.abandon()
+        else:
+            self.reduction.commit(self._module_state)
         self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
@@ -390,10 +393,7 @@ class BucketSynchronizer(Synchronizer):
         self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
 
     def _weigh_alone(self, done: set[int]) -> None:
-        """Divide the gradients by the counts, but those of parameters whose identities are in ``done``; adds the rest.
-
-        Another wrapper in this backward has divided these already.
-        """
+        """Divide by the counts what no other wrapper of this backward has divided; ``done`` notes it by identity."""
         if self.weights.is_weighed:
             own = {id(one): one.grad for one in self._module_state.parameters if one.grad is not None}
             for identity in own.keys() - done:
@@ -452,7 +452,7 @@ class BucketSynchronizer(Synchronizer):
         self._buffer_writes.mark(owners)
 
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
-        """End the communication as every synchronizer does; who has written buffers still counts as who sends them."""
+        """End the communication as every synchronizer does; a rank that has written buffers still has them to send."""
         if backward.is_writer and not backward.buffers:  # some ranks may have received them, or a part
             written = [*compress(dict.fromkeys(map(owner_of, self.negotiation.buffers())), backward.is_writer)]
             self.note_buffers()  # what was received is no write
@@ -549,6 +549,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
         """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""
+        backward.begin_hand_over()
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn

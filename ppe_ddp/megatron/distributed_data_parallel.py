@@ -223,7 +223,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
                 self._check_unchanged(state.module_state, module_state)
             reducer.use_module(module_state)
             state.module_state = module_state
-        reducer.shared.use()
+        reducer.before_forward()
         return reducer
 
     def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
