@@ -352,10 +352,7 @@ class BucketSynchronizer(Synchronizer):
         backward.recorder.averaged_at = perf_counter_ns()
         if self.commits is not None and not any(statuses):
             yield from self.commits()
-        if any(statuses):  # this rank's backward has raised
-            self.reduction.abandon()
-        else:
-            self.reduction.commit(self._module_state)
+        self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
         self._hand_over(backward, averaged, outcome.users)
         self._groups.note(Activity.DONE)
         self.times.end_step()
@@ -549,7 +546,8 @@ class BucketSynchronizer(Synchronizer):
 
     def _hand_over(self, backward: Backward, averaged: bytes, users: bytes) -> None:
         """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""
-        backward.begin_hand_over()
+        if not backward.silent:
+            backward.begin_hand_over()
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
