@@ -1,6 +1,7 @@
 """One process that does what the ranks did, and what a history is held to."""
 
 import dataclasses
+from itertools import compress
 
 import torch
 
@@ -99,7 +100,8 @@ class ExactReference(Reference):
         return Expectation(means, {}, (), self._buffers)
 
     def _sources(self):
-        return [copy for rank, copy in enumerate(self._copies) if self._totals.get(rank, 1)] or self.present[:1]
+        takes_part = [rank not in self.absent and self._totals.get(rank, 1) != 0 for rank in range(len(self._copies))]
+        return [*compress(self._copies, takes_part)] or self.present[:1]
 
     def scale(self, name):
         """The largest magnitude in a gradient on any rank."""
