@@ -140,7 +140,9 @@ class Program:
         one = dataclasses.replace(one, ties=ties, faults=one.later_faults())
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
-        one = dataclasses.replace(one.weighing(), saves=Random(f"saves {seed}").random() < _SAVING)
+        # A save calls collectives in the user's group: where no connection tells of a death, that takes its timeout.
+        saves = Random(f"saves {seed}").random() < _SAVING and not one.dying
+        one = dataclasses.replace(one.weighing(), saves=saves)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         can_join &= not (one.apart or one.saves)
