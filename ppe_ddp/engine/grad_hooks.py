@@ -308,8 +308,7 @@ class UserGradHooks:
         # A parameter without a table needs no gradient. When that changes, the wrapper makes a new UserGradHooks.
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
         self.tables = [table for _, _, table in self._tables]
-        self.bare = [int(not is_frozen[i]) for i, _, _ in self._tables]
-        """The lengths of the hook tables that have the library's hooks alone."""
+        self.bare = [int(not is_frozen[i]) for i, _, _ in self._tables]  # their lengths with the library's hooks alone
         self._hooked: list[tuple[int, nn.Parameter]] = []
         # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
         self._optimized = [
@@ -320,6 +319,8 @@ class UserGradHooks:
 
     def defer(self) -> None:
         """Defer the hooks that were registered since the last call."""
+        if not self.exist and list(map(len, self.tables)) == self.bare:
+            return
         self._hooked.clear()
         for i, parameter, table in self._tables:
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
