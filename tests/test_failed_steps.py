@@ -2,11 +2,13 @@
 
 import contextlib
 import copy
+import gc
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import failing_shards
 from failing import WAYS, FailingNet, Refused, Switch
@@ -182,11 +184,15 @@ def test_a_checkpoint_right_after_a_failed_step_holds_no_order_that_the_ranks_fo
     assert learned()
 
 
+@pytest.mark.parametrize("takes_turns", [False, True])
 @on_three_ranks
-def test_gradients_are_as_they_were_before_hooks_and_hooks_apply_once():
+def test_gradients_are_as_they_were_before_hooks_and_hooks_apply_once(takes_turns):
     rank, switch = dist.get_rank(), Switch()
+    gc.collect()  # wrappers of other tests
     module = seeded(FailingNet, None)
     wrapper = DistributedDataParallel(module, **WAYS["before"](switch))
+    other = DistributedDataParallel(nn.Linear(2, 2), **WAYS["before"](Switch())) if takes_turns else nn.Identity()
+    other(torch.ones(2, 2))
 
     def halve(wrapped):
         for parameter in wrapped.parameters():

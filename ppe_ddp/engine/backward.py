@@ -6,6 +6,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from contextlib import ExitStack, suppress
+from itertools import compress
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from time import perf_counter_ns
@@ -202,6 +203,12 @@ class Backward:
         """Hand the buffers over and keep no reference: the broadcast counts references to a buffer."""
         buffers, self.buffers = self.buffers, {}
         return buffers
+
+    def averaged_by_others(self, parameters: Iterable[object]) -> set[int]:
+        """The identities of those of this wrapper's ``parameters`` that another one has averaged in this backward."""
+        if self.turn is None:
+            return set()
+        return self.turn.averaged.difference(compress(map(id, parameters), self.averaged))
 
     def begin_hand_over(self) -> None:
         """Note that nothing is given up any more: all averages come into ``.grad``."""

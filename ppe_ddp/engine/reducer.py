@@ -416,7 +416,7 @@ class Reducer(Generic[C]):
                     raise
                 self._fail(backward, error, waits=True)
         self._arrivals.start_recording(reached, without=triggers)
-        if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:
+        if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:  # spares most a call
             hooks.defer()  # those too that were registered since the forward
         return backward
 
@@ -465,7 +465,7 @@ class Reducer(Generic[C]):
                 yield from self._finish_failed(backward, error)
             finally:
                 if restore is not None and not backward.is_handed_over:  # else the hooks would be applied once more
-                    restore(() if backward.turn is None else backward.turn.averaged)
+                    restore(backward.averaged_by_others(self._parameters))
                 # Without a backward and before the mask was sent, the user may have dropped the weighed gradients.
                 if not backward.silent and (backward.recorder.asked_at or not backward.is_manual):
                     self.synchronizer.weights.remember(has_failed=True)
