@@ -172,7 +172,9 @@ class Program:
         is_fitting = not (self.apart or self.shares or self.wrapping.is_megatron or self.wrapping.looks_for_nan)
         if not is_fitting or draw.random() > _WEIGHING:
             return self
-        change, cleared = dataclasses.replace, (Zeroing.TO_NONE, Zeroing.TO_ZERO)
+        change, cleared = dataclasses.replace, [Zeroing.TO_NONE, Zeroing.TO_ZERO]
+        if self.wrapping is Wrapping.OPTIMIZER:
+            cleared.pop()  # Known: where all ranks weigh nothing, shards of zeros stay, and a plain .grad becomes None.
         steps = [
             change(
                 step,
