@@ -27,6 +27,9 @@ lengths differ, a transport may end the process, as gloo does.
 
 from __future__ import annotations
 
+import os
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,6 +41,7 @@ from ppe_ddp.engine.group_duplicates import is_over_gloo
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.record import watch
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.waiting import progress_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -155,6 +159,7 @@ class MaskExchange:
         self._body = b"".join(fields.values())
         self._fits = _HEADER + len(self._body) <= exchanger.capacity
         self._is_body = False  # whether the message in flight is the body alone
+        self._lock = threading.Lock()  # another thread that waits for its own wrapper calls done() as well
         message = bytearray(exchanger.capacity)
         message[:_HEADER] = self._header
         if self._fits:
@@ -164,10 +169,14 @@ class MaskExchange:
 
     def done(self) -> bool:
         """Whether the result has arrived; sends a body that did not fit as soon as the digests are known to agree."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread sends the body, or is in result()
         try:
             return not self._is_under_way() and (self._fits or not (self._send_body() and self._is_under_way()))
         except RuntimeError:
             return True  # result() raises it
+        finally:
+            self._lock.release()
 
     def watch(self, arrived: Callable[[], None]) -> None:
         """Call ``arrived`` when the message has arrived, if its transport can tell."""
@@ -184,6 +193,8 @@ class MaskExchange:
             CommunicationError: The all-reduce failed; names the ranks that are missing.
         """
         groups = self._exchanger.groups
+        if not self._lock.acquire(blocking=False):
+            progress_engine(os.getpid()).wait_until(partial(self._lock.acquire, blocking=False))
         try:
             self._await_message()
             if not self._fits and self._send_body():
@@ -192,6 +203,8 @@ class MaskExchange:
             if is_explained(error):
                 raise
             raise groups.explained(error, "waiting for the other ranks to start a backward") from error
+        finally:
+            self._lock.release()
         self._work = None  # gloo's Work holds the connection
         reply, start = self._reply(), 0
         if not self._is_body:

@@ -114,6 +114,12 @@ def found(orders=5):
     far, packing = ("one", "two", "three"), (Fault(0, 0, Where.PACKING, 0),)
     two = {"count": 2, "wrapping": Wrapping.CHECKED, "forward_sync_buffers": False}
     programs += [_program(seed, far, packing, **two) for seed in (7, 52, 54, 55)]
+    # Two threads of a rank that had run out asked whether a message had arrived: both sent what follows it, or neither
+    # waited for that.
+    kinds = (Kind.LINEAR, Kind.SKIPPED, Kind.TRANSPOSED, Kind.BRANCHES)
+    three = {"shares": "heads", "recipes": (Recipe(1, tuple(map(LayerRecipe, kinds))),) * 3, "steps": (_STEP,)}
+    failed = [_program(seed, ("one", "two", "three"), (), count=3) for seed in (2, 20)]
+    programs += [dataclasses.replace(one, counts=(0, 1, 0), **three) for one in failed]
     # Autograd's function gave None as a gradient on all ranks, and it became zeros.
     for seed in (0, 3, 5):
         withheld = Recipe(seed, (LayerRecipe(Kind.WITHHELD), LayerRecipe(Kind.LINEAR)))
