@@ -271,8 +271,11 @@ class Weights:
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """This rank's field in a mask; ``is_manual`` for a synchronization without a backward."""
-        if is_manual and not has_gradients and self._left != _versions(self._gradients()):
-            self.settle()  # the user has dropped the gradients that were counted before
+        if is_manual and not has_gradients:
+            gradients = self._gradients()  # of NaN, where the counts are 0
+            is_kept = self._has_nonzero(gradients) if self._left is None else self._left == _versions(gradients)
+            if not is_kept:
+                self.settle()  # the user has dropped the gradients that were counted before
         if self.is_weighed and not silent:
             return struct.pack(">I", struct.unpack(">I", struct.pack(">f", self.total))[0] + 1)
         return SAID[has_gradients]

@@ -85,6 +85,10 @@ def test_a_rank_without_samples_takes_the_averages_whatever_its_loss_is(options)
         wrapper.zero_grad()
         weigh(loss_of(wrapper, rank), 0).backward()
         assert all(parameter.grad is None for parameter in module.parameters())
+    with wrapper.no_sync():
+        weigh(loss_of(wrapper, rank) * (1 if rank else torch.nan), 7 * rank).backward()
+    wrapper.finish_grad_sync()
+    assert_gradients(module, want)
 
 
 @on_two_ranks

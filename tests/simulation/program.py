@@ -168,9 +168,7 @@ class Program:
         """The same, in some of the programs with weights; these begin a step without gradients, as they must."""
         draw = Random(f"weighs {self.seed}")
         # A rank whose loss does not come to a wrapper has no samples there, though one process has.
-        # What NaN of a micro-batch that weighs nothing does to a checked step is not modelled.
-        is_fitting = not (self.apart or self.shares or self.wrapping.is_megatron or self.wrapping.looks_for_nan)
-        if not is_fitting or draw.random() > _WEIGHING:
+        if self.apart or self.shares or self.wrapping.is_megatron or draw.random() > _WEIGHING:
             return self
         change, cleared = dataclasses.replace, [Zeroing.TO_NONE, Zeroing.TO_ZERO]
         if self.wrapping is Wrapping.OPTIMIZER:
