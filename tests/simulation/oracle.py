@@ -279,7 +279,20 @@ class Oracle:
         if self.program.options["forward_sync_buffers"] and not (is_dropped or wrapping.is_megatron):
             buffers = first.buffers if self.has_failed else expectation.buffers
             wrong += differences(result.buffers, buffers)
-        _raise(place, wrong)
+        _raise(place, wrong + self._wrongly_called(result, {} if is_dropped else result.gradients))
+
+    def _wrongly_called(self, result, averages):
+        """Where hooks of the user's were not called once with the average that is in ``.grad``."""
+        wrong = []
+        for name, given in result.called.items() if self.program.hooks else ():
+            if averages.get(name) is None or not (given[-1] is SHARD or _same(given[-1], averages[name])):
+                wrong.append(f"a hook of {name} was called with {given}, and the average is {averages.get(name)}")
+            elif given[1:]:
+                wrong.append(f"a hook of {name} was called {len(given)} times")
+        if self.program.hooks and self.program.wrapping is not Wrapping.OPTIMIZER:  # which keeps earlier averages
+            missing = [name for name, one in averages.items() if one is not None and name not in result.called]
+            wrong += [f"a hook of {name} was not called" for name in missing]
+        return wrong
 
     def _of_wrapping(self, expected, got):
         """What is expected, with zeros for what is not there where it has memory of its own."""
@@ -316,6 +329,8 @@ class Oracle:
         for rank, result in there.items():
             here, error = f"rank {rank}, {place}", result.error
             self._check_error(here, rank, error, raising, gone_on, is_fatal=is_fatal)
+            if result.called and error is not None and not several and is_single:
+                raise Unsound(f"{here}: hooks of {list(result.called)} were called in a step that has failed")
             own = self._of_wrapping(self.reference.local[rank], result.gradients)
             earlier = self._of_wrapping(before[rank], result.gradients)
             means = self._of_wrapping(expectation.means, result.gradients)

@@ -42,6 +42,7 @@ _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
 _WEIGHING = 0.25  # of those that can
 _SAVING = 0.03
+_HOOKING = 0.3
 _COUNTS = (0, 0, 1, 2, 3, 0.5, 7, 100)
 
 
@@ -65,6 +66,7 @@ class Program:
         divides_by_all: Whether averages in join() are over all ranks, and not over those that have inputs.
         ties: Whether layers in checkpoints are the first head once more, whose gradient then comes in two parts.
         weighs: Whether losses have weights, which :meth:`count` gives.
+        hooks: Whether parameters have hooks of the user's for accumulated gradients.
         saves: Whether a checkpoint is saved after each step, and the last one is loaded at the end.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
     """
@@ -83,6 +85,7 @@ class Program:
     divides_by_all: bool = True
     ties: bool = False
     weighs: bool = False
+    hooks: bool = False
     saves: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
 
@@ -142,7 +145,10 @@ class Program:
             one = dataclasses.replace(one, apart=one.drawn_apart())
         # A save calls collectives in the user's group: where no connection tells of a death, that takes its timeout.
         saves = Random(f"saves {seed}").random() < _SAVING and not one.dying
-        one = dataclasses.replace(one.weighing(), saves=saves)
+        # A rank that ends wrappers one by one calls the hooks of what they share in each.
+        can_hook = not (wrapping.is_megatron or (shares and (one.apart or wrapping is Wrapping.OPTIMIZER)))
+        hooks = can_hook and Random(f"hooks {seed}").random() < _HOOKING
+        one = dataclasses.replace(one.weighing(), saves=saves, hooks=hooks)
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         can_join &= not (one.apart or one.saves)
@@ -248,6 +254,7 @@ class Result:
         residuals: By name, what a compressor has kept.
         computed: The names of the gradients that had come by then.
         is_exact: Whether it went in one round.
+        called: By name, the gradients that hooks of the user's were called with.
         error: What it has raised.
     """
 
@@ -256,6 +263,7 @@ class Result:
     residuals: dict[str, Any]
     computed: set[str]
     is_exact: bool
+    called: dict[str, list[Any]]
     error: Exception | None
 
 
@@ -308,9 +316,9 @@ class Run:
         )
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
         try:
-            models = Wrappers(modules_of(program), order, program.options, program.wrapping)
+            models = Wrappers(modules_of(program), order, program.options, program.wrapping, hooks=program.hooks)
         except CommunicationError as error:  # a rank that has begun is dead already
-            self.results[rank][0].append(Result({}, {}, {}, set(), True, error.with_traceback(None)))
+            self.results[rank][0].append(Result({}, {}, {}, set(), True, {}, error.with_traceback(None)))
             return
         checkpointer = (
             Checkpointer(self._folder, {str(k): part for k, part in enumerate(models.parts)}) if program.saves else None
@@ -411,6 +419,7 @@ class Run:
             models.residuals(),
             models.computed.copy(),
             models.is_exact,
+            models.take_called(),
             error,
         )
         self.results[rank][number].append(result)

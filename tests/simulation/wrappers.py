@@ -151,9 +151,10 @@ class Wrappers(Models):
         order: In which their forwards are called.
         options: Of the wrappers.
         wrapping: What they are.
+        hooks: Whether to note what hooks of the user's are called with.
     """
 
-    def __init__(self, modules, order, options, wrapping):
+    def __init__(self, modules, order, options, wrapping, *, hooks):
         super().__init__([_wrapped(module, options, wrapping) for module in modules], order)
         self.wrapping = wrapping
         self.is_quiet = False  # whether the last backward was, or is, not synchronized
@@ -164,10 +165,14 @@ class Wrappers(Models):
             ]
         self._is_finished = False
         self.computed = set()  # names of the gradients that have come in this step
+        self._called = {}  # by name, with which gradients hooks were called
         for name, parameter in self.table.items():
             if parameter.requires_grad:
                 # Weakly: no garbage collector sees that the node of a parameter, which a wrapper holds, holds that.
                 parameter.register_hook(partial(_call, weakref.WeakMethod(self._arrive), name))
+                if hooks:
+                    method = weakref.WeakMethod(self._accumulated)
+                    parameter.register_post_accumulate_grad_hook(partial(_call, method, name))
 
     def forward(self, batch, path):
         faults = Faults.current
@@ -187,6 +192,15 @@ class Wrappers(Models):
             scheduler.sleep(scheduler.draw.choice([0.0, 1e-5, 0.1]))
         if gradient is not None:
             self.computed.add(name)
+
+    def _accumulated(self, name, parameter):
+        if not self.is_quiet:
+            self._called.setdefault(name, []).append(_shard_of(parameter.grad))
+
+    def take_called(self):
+        """By name, with which gradients hooks were called since the last time."""
+        called, self._called = self._called, {}
+        return called
 
     def zero_grad(self, set_to_none=True):
         if self.wrapping.is_megatron:
