@@ -417,21 +417,6 @@ def test_who_fails_at_a_sum_of_finalizing_lets_no_rank_take_the_step(when, count
     assert module.expert_bias.tolist() == [1.5 * counts, -1.5 * counts]
 
 
-@on_two_ranks
-def test_a_rank_that_fails_behind_sums_of_finalizing_waits_until_all_have_them():
-    """Also if the model is not split: else the other rank would drop the step that the failing one has taken."""
-    its_config = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.5)
-    model = DistributedDataParallel(its_config, DistributedDataParallelConfig(overlap_grad_reduce=True), Counting())
-    model.module.weight.register_hook(lambda _: _raise() if fails and dist.get_rank() == 1 else None)
-    for step in range(8):
-        fails = step % 2 == 1
-        model.zero_grad_buffer()
-        with pytest.raises((Boom, PeerAbortedError)) if fails else contextlib.nullcontext():
-            model(2.0).backward()
-            finalize_model_grads([model], torch.tensor([1.0]))
-    assert model.module.expert_bias.tolist() == [2.0, -2.0]
-
-
 @pytest.mark.parametrize("who", [2, 0], ids=["the rank that has failed", "another one"])
 @on_four_ranks
 def test_after_a_failed_step_a_rank_without_a_backward_takes_part(who):
