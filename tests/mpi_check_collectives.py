@@ -8,7 +8,19 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import ReduceOp
 
-from mpi_check_kit import DTYPES, LARGE, assert_same, check, data, expected, ops_of, options, reductions, variants
+from mpi_check_kit import (
+    DTYPES,
+    LARGE,
+    assert_same,
+    check,
+    data,
+    expected,
+    is_over_mpi,
+    ops_of,
+    options,
+    reductions,
+    variants,
+)
 
 # torch 2.13 deprecates the older names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -239,8 +251,27 @@ def work_and_future():
 
 
 @check()
+def extremes_of_nan():
+    """NaN on all ranks, or gloo's number on all: what one rank decides by them, the others do, too."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        for dtype in (torch.float64, torch.bfloat16):
+            mine = torch.ones(size, dtype=dtype)
+            mine[rank] = float("nan")
+            dist.all_reduce(mine, op)
+            of_all = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(of_all, mine)
+            assert all(torch.equal(one.isnan(), mine.isnan()) for one in of_all)
+            assert mine.isnan().all() or not is_over_mpi()
+
+
+@check()
 def errors():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own = [torch.ones(4 + (other == rank)) for other in range(size)]
     for wrong in (
+        lambda: dist.all_to_all([torch.empty(4)] * size, own),
+        lambda: dist.gather(torch.ones(4), own, dst=rank),
         lambda: all_gather_single(torch.empty(7), torch.empty(6)),
         lambda: reduce_scatter_single(torch.empty(6), torch.empty(7)),
         lambda: dist.all_to_all_single(torch.empty(3), torch.empty(3), [1] * 9, [1] * 9),

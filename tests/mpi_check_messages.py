@@ -1,5 +1,6 @@
 """Checks of messages and of groups over the backend `mpi4py`; run by mpi_checks.py."""
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,32 @@ def messages_into_strided_tensors():
         dist.recv(got, 0)
         assert_same(got, wanted, "strided")
     dist.barrier()
+
+
+@check(most=1)
+def a_message_is_not_tested_by_two_threads_at_once():
+    """MPI frees the request in the test that finds it complete, and the other one would read freed memory."""
+    if not is_over_mpi():
+        return
+    from ppe_ddp.backends.mpi.mpi_wire import MpiMessage
+
+    class Request:
+        tests = 0
+
+        def Test(self, status):
+            self.tests += 1
+            if self.tests == 1:
+                self.other.start()
+                self.other.join(0.1)  # it waits for this one, or tests, too
+            return True
+
+    request = Request()
+    message = MpiMessage(lambda: request, torch.empty(1), bool)
+    request.other = threading.Thread(target=message.done)
+    assert message.start()
+    assert message.done()
+    request.other.join()
+    assert request.tests == 1
 
 
 @check(ranks=2)

@@ -271,6 +271,9 @@ def test_the_config_may_be_changed_until_it_is_used():
     other = dataclasses.replace(config, bucket_size=3)
     other.bucket_size = 4
     assert DistributedDataParallel(None, other, net()).bucket_size == 4
+    other = copy.deepcopy(config)
+    other.bucket_size = 5
+    assert other == dataclasses.replace(config, bucket_size=5)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -361,6 +364,31 @@ def test_an_iteration(options):
     model.finish_grad_sync()
     expected = zip(mean_of(model.module, (10, 11)), mean_of(model.module, (12,)), strict=True)
     hold(model, [4 * a + b for a, b in expected])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_post_accumulate_hooks_get_each_micro_batchs_gradient(overlap):
+    """Whether registered before wrapping or after, as main_grad gets what they have made of it."""
+    module, rank, limit = net(), dist.get_rank(), 0.1
+    twin = copy.deepcopy(module)
+
+    def clamp(parameter):
+        parameter.grad.clamp_(-limit, limit)
+
+    module[0].weight.register_post_accumulate_grad_hook(clamp)
+    model = wrap(module, overlap_grad_reduce=overlap)
+    module[4].weight.register_post_accumulate_grad_hook(clamp)
+    with model.no_sync():
+        loss(model, rank, 0).backward()
+    loss(model, rank, 1).backward()
+    model.finish_grad_sync()
+    expected = [torch.zeros_like(parameter) for parameter in twin.parameters()]
+    for of_rank, step in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        grads = torch.autograd.grad(loss(twin, of_rank, step), [*twin.parameters()])
+        for k, (total, grad) in enumerate(zip(expected, grads, strict=True)):
+            total += (grad.clamp(-limit, limit) if k in (0, 4) else grad) / 2
+    hold(model, expected)
 
 
 @on_two_ranks

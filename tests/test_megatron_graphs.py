@@ -284,6 +284,27 @@ def test_a_kernel_that_adds_to_averages_of_shards_is_refused(options):
 
 @each_variant
 @on_two_ranks
+def test_a_kernel_that_adds_to_main_grad_while_averages_are_on_their_way_is_refused(options):
+    """They would overwrite its gradient; without overlap, nothing is on its way before finish_grad_sync()."""
+    model, rank = wrap(seeded(Fused), **options), dist.get_rank()
+    forwards = {"in no_sync()": model, "with no hook on its outputs": model.module}
+    for where, forward in forwards.items():
+        model.zero_grad_buffer()
+        loss(model, rank, 0).backward()
+        with contextlib.ExitStack() as stack:
+            if "overlap_grad_reduce" in options:
+                stack.enter_context(pytest.raises(UnusableError, match=r"'weights\.3' to main_grad by itself"))
+            if where == "in no_sync()":
+                stack.enter_context(model.no_sync())
+            loss(forward, rank, 1).backward()
+    model.zero_grad_buffer()
+    loss(model, rank, 2).backward()
+    model.finish_grad_sync()
+    hold(model, mean_of(model.module, *[(r, 2, {}) for r in range(2)]))
+
+
+@each_variant
+@on_two_ranks
 def test_a_second_synchronization_without_zeroing_adds_its_averages(options):
     model, rank = wrap(**options), dist.get_rank()
     paths = [([0], [1]), ([1, 2], [0])]

@@ -85,6 +85,9 @@ def test_experts_have_an_optimizer_of_their_own():
         optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.01),
         optim.DistributedOptimizer(torch.optim.AdamW, model.sharded(experts=True), lr=0.01),
     ]
+    for shards in (model, model.sharded()):
+        with pytest.raises(ValueError, match=r"is an expert's \(allreduce = False\).*sharded\(experts=True\)"):
+            optim.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), shards)
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.01)
     for step in range(3):
         x = data(4, 7, rank=rank, step=step)

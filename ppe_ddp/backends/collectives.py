@@ -265,6 +265,10 @@ class Collectives:
     def _all_to_all(
         self, what: str, result: Tensor, host: Tensor, receive: list[int], send: list[int], home: Callable[[], None]
     ) -> Work:
+        own, room = send[self.rank] * host.itemsize, receive[self.rank] * result.itemsize
+        if own != room:
+            raise ValueError(f"rank {self.rank}: {what} of {own} bytes from this rank to itself, with room for {room}")
+
         def steps() -> Steps:
             yield self._wire.all_to_all(result, host, receive, send)
             home()

@@ -5,7 +5,8 @@
     on parameters      A gradient was accumulated. Arrivals that launch nothing are only recorded.
     of the user's      A post-accumulate-grad hook may step an optimizer. It is deferred until the average is in
                        ``.grad``, and called on every rank; else it would use this rank's gradient, and run only on
-                       ranks that have one. In ``no_sync()`` it is called at once, as without this library.
+                       ranks that have one. In ``no_sync()`` it is called at once, as without this library; under
+                       Megatron's wrapper, too, which takes what it leaves in ``.grad``.
 
 The reducer decides what an arrival means for the other ranks.
 """
@@ -299,9 +300,13 @@ class _DeferredHook:
 
 
 class UserGradHooks:
-    """The user's hooks on the parameters of one module; deferred while a wrapper with the parameter synchronizes."""
+    """The user's hooks on the parameters of one module; deferred while a wrapper with the parameter synchronizes.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    With ``at_once`` they are called when this rank's gradient was accumulated, before the library's hooks take it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], *, at_once: bool = False) -> None:
+        self._at_once = at_once
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             tables = [post_accumulate_hooks(parameter) for parameter in parameters]
             is_frozen = [not parameter.requires_grad for parameter in parameters]
@@ -324,6 +329,10 @@ class UserGradHooks:
         self._hooked.clear()
         for i, parameter, table in self._tables:
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
+            if self._at_once:
+                for key in [key for key, hook in table.items() if users and _owner_of(hook) is not None]:
+                    table[key] = table.pop(key)  # behind the user's hooks
+                continue
             if users:
                 self._hooked.append((i, parameter))
             for key, hook in users:

@@ -487,7 +487,7 @@ class Groups:
 
     def note(self, activity: Activity, bucket: int = 0) -> None:
         """Write what this rank does now to its page, where other processes read it if this rank is lost."""
-        if activity in (Activity.DONE, Activity.GATHERED):
+        if activity in (Activity.DONE, Activity.SUMMED, Activity.GATHERED):
             self.processes.completed = self.step, activity, bucket
         self.processes.write(self.step, activity, bucket, 0)
 

@@ -66,9 +66,13 @@ class Activity(enum.IntEnum):
     """It has begun to pack and send a bucket of the second round."""
     DONE = 5
     """The step is complete on this rank."""
-    GATHER = 6
+    SUM = 6
+    """It has begun to sum numbers that complete the gradients (``finalize_model_grads``)."""
+    SUMMED = 7
+    """It has these sums."""
+    GATHER = 8
     """It has begun to gather the updated parameters (``DistributedOptimizer``)."""
-    GATHERED = 7
+    GATHERED = 9
     """It has gathered the updated parameters."""
 
 
@@ -98,6 +102,8 @@ class Position(NamedTuple):
             Activity.LATE_BUCKET: f"was at bucket {self.bucket} of the second round of step {self.step}",
             Activity.VOTE: f"had sent all buckets of step {self.step}",
             Activity.DONE: f"had completed step {self.step} and begun no other",
+            Activity.SUM: f"was summing numbers over the ranks in step {self.step}",
+            Activity.SUMMED: f"had completed step {self.step} and begun no other",
             Activity.GATHER: f"was gathering the parameters that step {self.step} has updated",
             Activity.GATHERED: f"had gathered the parameters of step {self.step} and begun no other",
         }[self.activity]

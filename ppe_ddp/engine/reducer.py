@@ -118,7 +118,7 @@ class Reducer(Generic[C]):
         self._names = tuple(module_state.names)
         self.shared.share(module_state, owners_of(self._parameters))
         self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
-        self._user_grad_hooks = UserGradHooks(self._parameters)
+        self._user_grad_hooks = UserGradHooks(self._parameters, at_once=self.synchronizer.empties_grad)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
         self.shared.take_turns()
 

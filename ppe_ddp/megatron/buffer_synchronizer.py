@@ -10,7 +10,7 @@ one order that is the same on every rank. So no rank waits in one group for a ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -190,10 +190,17 @@ class BufferSynchronizer(Synchronizer):
         """Add these gradients to ``main_grad``; waits for pending results first."""
         self.is_sent = False
         if self._pending_results is not None:
+            self._refuse_kernels(indices)
             self.wait_for_results()
         for bucket, i in self._reopen(indices):
             bucket.refuse_kernel(i, is_sent=False)
         self.gradients.add(indices)
+
+    def _refuse_kernels(self, indices: Iterable[int]) -> None:
+        """Raise if a kernel has added one of these gradients to ``main_grad``, which pending results will overwrite."""
+        for i in indices:
+            if i in self.layout.bucket_of:
+                self._buckets[self.layout.bucket_of[i]].refuse_kernel(i, is_sent=True)
 
     def _reopen(self, indices: Sequence[int]) -> list[tuple[BufferBucket, int]]:
         """Set averages aside before gradients are added to them; returns the buckets that had any, by parameter."""
@@ -207,6 +214,8 @@ class BufferSynchronizer(Synchronizer):
 
     def must_renew(self) -> bool:
         """Whether connections are closed; waits for pending results first, as their failure would close them."""
+        if self._pending_results is not None:
+            self._refuse_kernels(self.gradients.fused)
         try:
             self.wait_for_results()
         except (PeerAbortedError, CommunicationError) as error:  # all ranks drop that step and go on with this one

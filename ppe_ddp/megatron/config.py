@@ -59,7 +59,9 @@ class DistributedDataParallelConfig:
             twice the memory and bytes, but sums over many micro-batches do not lose small gradients. Other dtypes are
             not changed.
         overlap_grad_reduce: Communicate by buckets while backward runs, instead of in ``finish_grad_sync()``.
-        overlap_param_gather: Let a distributed optimizer gather parameters while the next forward runs.
+        overlap_param_gather: Let :meth:`~ppe_ddp.megatron.DistributedDataParallel.start_param_sync` return at once, and
+            the next forward wait for what it needs. ``DistributedOptimizer`` gathers by itself, in its step; it does so
+            during the next forward if it is made with ``overlap=True``.
         use_distributed_optimizer: Reduce-scatter gradients, so that each rank has the average of its own share only.
             Parameters are kept in contiguous buffers, in which they are gathered in place.
         check_for_nan_in_grad: Look for NaN and infinity in the gradients of this rank before they are sent; one more
@@ -124,6 +126,9 @@ class DistributedDataParallelConfig:
                 "or wrap again with dataclasses.replace(config, ...)"
             )
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # no wrapper was made with a copy
 
     def use(self) -> None:
         """Check the values, and refuse changes from now on; called when a wrapper is made with them."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
@@ -132,8 +133,9 @@ def finalize_model_grads(
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:
                 _sum(shared, parallel, groups_of_name)
-        updates = _router_updates(chunks, config, parallel)
-        total = 0.0 if num_tokens is None else _total(chunks, num_tokens, parallel)
+        with _completing(_data(chunks, parallel) if sums and parallel.group("data") is None else None):
+            updates = _router_updates(chunks, config, parallel)
+            total = 0.0 if num_tokens is None else _total(chunks, num_tokens, parallel)
         parallel.confirm()
         _update_routers(chunks, config, updates)
         for chunk in chunks if total > 0 else ():
@@ -150,6 +152,16 @@ def _together(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel
             _end_step(chunks, is_taken=False)
         raise
     _end_step(chunks, is_taken=True)
+
+
+@contextmanager
+def _completing(own: Groups | None) -> Generator[None, None, None]:
+    """A context for sums in the wrapper's ``own`` groups: a rank that fails next waits until all ranks have them."""
+    if own is not None:
+        own.note(Activity.SUM)
+    yield
+    if own is not None:
+        own.note(Activity.SUMMED)
 
 
 def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> None:

@@ -106,7 +106,8 @@ class DistributedOptimizer(Optimizer):
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
-        self._frozen = {id(p) for p in modules.parameters() if not p.requires_grad} if modules is not None else set()
+        # None: of a ShardedModel, which does not tell its frozen parameters
+        self._frozen = None if modules is None else {id(p) for p in modules.parameters() if not p.requires_grad}
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             self._check_known(group["params"])
@@ -126,11 +127,19 @@ class DistributedOptimizer(Optimizer):
 
     def _check_known(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            if id(parameter) not in self._index and id(parameter) not in self._frozen:
+            is_frozen = not parameter.requires_grad if self._frozen is None else id(parameter) in self._frozen
+            if id(parameter) in self._index or is_frozen:
+                continue
+            what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that"
+            if not getattr(parameter, "allreduce", True):
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
-                    "trainable ones: construct it on model.parameters(), after wrapping and unfreezing"
+                    f"{what} is an expert's (allreduce = False): leave the experts to an optimizer of their own, "
+                    "DistributedOptimizer(..., model.sharded(experts=True))"
                 )
+            raise ValueError(
+                f"{what} is none of the model's trainable ones: construct it on model.parameters(), after "
+                "wrapping and unfreezing"
+            )
 
     def _take_over(self, group: dict[str, Any]) -> None:
         """Put master weights in the place of the parameters in ``group``, without those that are frozen."""

@@ -63,6 +63,8 @@ def found(orders=5):
             _program(seed, ("here",) * 3, (Fault(2, 0, Where.DIES, 4 + 2 * seed),), wrapping=Wrapping.OPTIMIZER),
             # Two chunks of Megatron's: in the one that did not tell of the failure it ended the next step.
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
+            # A rank failed behind the sum of the tokens: others, still at that sum, dropped the step before.
+            _program(seed, ("here",) * 3, (Fault(0, 1, Where.LOSS, 0),), wrapping=Wrapping.MEGATRON),
         ]
         programs += [
             # Who had heard of a failure from its data-parallel peers named itself to the others of its model.

@@ -283,7 +283,8 @@ class Wrappers(Models):
 
     def finish_grad_sync(self):
         if self.wrapping.is_megatron:
-            megatron.finalize_model_grads(list(self.parts))
+            # One token in all: the sum over the ranks, behind the averages, changes no gradient.
+            megatron.finalize_model_grads(list(self.parts), torch.tensor([1.0 if dist.get_rank() == 0 else 0.0]))
         else:
             self._one_by_one("finish_grad_sync")
         self._is_finished = True

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ _OPS = {
     _Kind.BOR: MPI.BOR,
     _Kind.BXOR: MPI.BXOR,
 }
+_EXTREMES: dict[Any, Callable[..., object]] = {_Kind.MIN: torch.amin, _Kind.MAX: torch.amax}
 _REMEMBERED = 64  # last calls; ranks differ by a few, as only roots and leaves end before all others have come
 _RELEASE_SECONDS = 2.0  # for all ranks to complete the missing calls
 
@@ -62,15 +64,19 @@ Call = list[Any]
 
 
 class MpiCall:
-    """A collective of MPI in flight."""
+    """A collective of MPI in flight; ``at_end`` is called once, when it has ended."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
         self.request = request
         self.memory = memory
+        self.at_end: Callable[[], object] | None = None
 
     def done(self) -> bool:
         if not self.request.Test():
             return False
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
         self.memory = ()
         return True
 
@@ -95,6 +101,8 @@ class MpiMessage:
         self._start_in_turn = start_in_turn
         self._request: MPI.Request | None = None
         self._is_done = False
+        self._error: MPI.Exception | None = None
+        self._lock = threading.Lock()  # MPI frees the request in the test that finds it complete
 
     @property
     def is_started(self) -> bool:
@@ -110,12 +118,24 @@ class MpiMessage:
     def done(self) -> bool:
         if self._request is None:
             self._start_in_turn()
-        status = MPI.Status()
-        if not self._is_done and self._request is not None and self._request.Test(status):
-            self.source = status.Get_source()
-            self._is_done = True
-            self.memory = self._make = None
-        return self._is_done
+        has_ended = self.has_ended()
+        if self._error is not None:
+            raise self._error
+        return has_ended
+
+    def has_ended(self) -> bool:
+        """Whether it has ended, perhaps with an error; does not start it."""
+        with self._lock:
+            if not self._is_done and self._request is not None:
+                status = MPI.Status()
+                try:
+                    self._is_done = self._request.Test(status)
+                except MPI.Exception as error:
+                    self._error, self._is_done = error, True
+                if self._is_done:
+                    self.source = status.Get_source() if self._error is None else -1
+                    self.memory = self._make = None
+            return self._is_done
 
     def block(self) -> None:
         """Do nothing: it advances only in calls."""
@@ -143,11 +163,16 @@ class MpiWire:
         self._under_way: list[MpiCall] = []
         self._messages: deque[MpiMessage] = deque()
         self._unstarted: list[tuple[int, MpiMessage]] = []  # receives with their tags, in the order of the calls
-        self._lock = threading.Lock()  # several threads may wait for messages
+        self._lock = threading.Lock()  # several threads may send, receive and wait for messages
         limit = comm.Get_attr(MPI.TAG_UB)
         self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # the MPI standard's minimum
 
     def all_reduce(self, flat: Tensor, kind: Any) -> MpiCall:
+        if flat.is_floating_point() and kind in _EXTREMES:  # with NaN each rank would get another result from MPI
+            rows = flat.new_empty((self.size, flat.numel()))
+            call = self.all_gather(rows, flat)
+            call.at_end = partial(_EXTREMES[kind], rows, 0, out=flat)
+            return call
         return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
 
     def broadcast(self, flat: Tensor, root: int) -> MpiCall:
@@ -195,7 +220,9 @@ class MpiWire:
         under_way, self._under_way = self._under_way, []
         for call in under_way:
             progress.keep(call, call.memory)
-        for message in self._messages:
+        with self._lock:
+            messages = list(self._messages)
+        for message in messages:
             if message.is_started:
                 progress.keep(message, message.memory)
         self.left += under_way
@@ -242,9 +269,10 @@ class MpiWire:
     def _noted(self, message: MpiMessage) -> MpiMessage:
         """Keep a message until it has ended, as MPI may still read its memory after the caller has dropped it."""
         self.has_messages = True
-        while self._messages and self._messages[0].done():
-            self._messages.popleft()
-        self._messages.append(message)
+        with self._lock:
+            while self._messages and self._messages[0].has_ended():
+                self._messages.popleft()
+            self._messages.append(message)
         return message
 
 

@@ -68,13 +68,15 @@ class GlooCall:
 
 
 class GlooMessage:
-    """A message of gloo. Only a wait inside gloo tells that it has arrived, so a thread waits."""
+    """A message of gloo. Only a wait inside gloo tells that it has arrived, so a thread waits, one of ``threads``."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, threads: weakref.WeakSet[threading.Thread]) -> None:
         self.source = -1
         self._ended = threading.Event()
         self._reason = ""
-        threading.Thread(target=self._await, args=(work,), name="ppe_ddp-message", daemon=True).start()
+        thread = threading.Thread(target=self._await, args=(work,), name="ppe_ddp-message", daemon=True)
+        threads.add(thread)
+        thread.start()
 
     def _await(self, work: Work) -> None:
         try:
@@ -112,6 +114,7 @@ class GlooWire:
         self._groups = groups
         self._place = place
         self._begun: deque[GlooCall] = deque()
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # which wait for messages
 
     @property
     def is_idle(self) -> bool:
@@ -142,16 +145,26 @@ class GlooWire:
         return self._call(self._group().barrier())
 
     def send(self, flat: Tensor, peer: int, tag: int) -> GlooMessage:
-        return GlooMessage(self._group().send([flat], peer, tag))
+        return GlooMessage(self._group().send([flat], peer, tag), self._threads)
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> GlooMessage:
         group = self._group()
         work = group.recv_anysource([flat], tag) if peer is None else group.recv([flat], peer, tag)
-        return GlooMessage(work)
+        return GlooMessage(work, self._threads)
 
     def close(self) -> None:
         """Drop the references; gloo completes what this rank has in flight, which other ranks may still need."""
         self._groups.clear()
+
+    def end(self) -> None:
+        """Close the connections at the exit of Python; a thread whose wait ends later would abort the process."""
+        waiting = list(self._threads)
+        aborts = [abort_of_gloo(group) for group in self._groups if waiting]
+        self.close()
+        for abort in aborts:
+            abort()
+        for thread in waiting:
+            thread.join(_AT_EXIT_SECONDS)
 
     def give_up(self) -> None:
         """Close the connections soon; operations in flight then fail."""

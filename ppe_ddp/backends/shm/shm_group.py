@@ -123,7 +123,7 @@ class ShmProcessGroup(PendingGroup):
         if os.getpid() == self._pid and self._wire.is_idle and not (queue is not None and queue.is_crossing):
             self._closed = True
             self._shared.close()
-            self._wire.close()
+            self._wire.end()
 
 
 def _join(arguments: Any, keys: WrittenKeys, rank: int, index: int, ranks: Sequence[int]) -> GlooWire:
