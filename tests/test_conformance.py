@@ -116,6 +116,28 @@ def shrinks(gradients, group):
     gradients[0].resize_(0)
 
 
+def as_rows(gradients, group):
+    for gradient in gradients:
+        row = gradient.reshape(-1)  # a copy of a gradient with the strides of torch.channels_last
+        dist.all_reduce(row, group=group)
+        row.div_(dist.get_world_size(group))
+
+
+def without_nan(gradients, group):
+    gradients.buffer().nan_to_num_(0, 0, 0)
+    in_place_mean(gradients, group)
+
+
+def limited(gradients, group):
+    in_place_mean(gradients, group)
+    gradients.buffer().clamp_(-100, 100)
+
+
+def seeds(gradients, group):
+    torch.manual_seed(0)
+    in_place_mean(gradients, group)
+
+
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
@@ -127,6 +149,10 @@ def shrinks(gradients, group):
         (too_far, r"memory outside of bucket 0 was written to"),
         (parameters_instead, r"parameters of bucket 0 were changed"),
         (raises, r"ZeroDivisionError: no good"),
+        (as_rows, r"bucket1\.0 is off the mean by"),
+        (without_nan, r"bucket3\.0 has \[.*\], where the mean is \[nan, inf\]"),
+        (limited, r"bucket3\.0 has \["),
+        (seeds, r"the random state of the program has been seeded"),
         (shrinks, r"FunctionError: reduce_function shrinks changed the shape of"),
     ],
 )
