@@ -426,6 +426,8 @@ def test_a_script_is_run_as_python_runs_it(tmp_path, monkeypatch, capsys):
     assert "nothing was sent" in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "none.py")]) == 2
     assert "there is no file" in capsys.readouterr().err
+    assert main(["trace", "-m", "no_such_module.train"]) == 2
+    assert "there is no module 'no_such_module.train'" in capsys.readouterr().err
     assert main(["timeline", "--no-pictures", str(tmp_path)]) == 2
     assert "no timeline was recorded there" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -239,8 +240,11 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
 
 
 def probe_backend(device: str) -> list[str]:
-    """Call each operation that the engine uses on the default process group; all ranks must call this together."""
-    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup)
+    """Call each operation that the engine uses on the default process group; all ranks must call this together.
+
+    Rank 0 says on stderr which operations are lacking that only parts of the library need; they are no problems.
+    """
+    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup, _of_parts)
     return [problem for probe in probes for problem in probe(device)]
 
 
@@ -333,6 +337,31 @@ def _subgroup(device: str) -> Iterator[str]:
     dist.broadcast(tensor, group=group, group_src=len(members) - 1)
     if not torch.equal(tensor, wanted):
         yield f"broadcast in a group of ranks {members} is wrong"
+
+
+def _of_parts(device: str) -> Iterator[str]:
+    """Call what only sharded optimizers and compressors need: a backend may lack it, but must not do it wrongly."""
+    rank, size, users = dist.get_rank(), dist.get_world_size(), "DistributedOptimizer and compressors"
+    for count in _SIZES:
+        everyone = _everyone(count * size, torch.float32, device)
+        parts, columns = everyone.view(size, size, count), slice(rank * count, (rank + 1) * count)
+        yield from _of_part("all_gather_into_tensor", users, parts[:, 0].reshape(-1), parts[rank, 0])
+        yield from _of_part("reduce_scatter_tensor", "DistributedOptimizer", everyone.sum(0)[columns], everyone[rank])
+        yield from _of_part("all_to_all_single", users, parts[:, rank].reshape(-1), everyone[rank])
+
+
+def _of_part(name: str, users: str, wanted: Tensor, sent: Tensor) -> Iterator[str]:
+    received = torch.zeros_like(wanted)
+    newer = name.replace("into_tensor", "single").replace("tensor", "single")
+    function = getattr(dist, newer, None) or getattr(dist, name)
+    try:
+        function(received, sent.contiguous(), async_op=True).wait()
+    except (NotImplementedError, RuntimeError) as error:
+        if dist.get_rank() == 0 and sent.numel() <= dist.get_world_size():  # said once, for the smallest size
+            print(f"the backend has no {name}, needed for {users}: {error}", file=sys.stderr, flush=True)
+        return
+    if not torch.equal(received, wanted):
+        yield f"{name} of {sent.numel()} {sent.dtype} is wrong, for {users}"
 
 
 # ---------------------------------------------------------------------- training
