@@ -595,7 +595,7 @@ def _average(copies: Sequence[nn.Module]) -> dict[str, tuple[Tensor, float] | No
         mean = torch.stack(wide).sum(0) / len(parameters)
         means[name] = mean, max((float(one.abs().max()) for one in wide if one.numel()), default=0.0)
         for parameter in parameters:
-            gradient = mean.to(parameter.dtype, copy=True)
+            gradient = torch.empty_like(parameter, requires_grad=False).copy_(mean)  # with its strides
             parameter.grad = gradient.to_sparse(1) if existing[0].is_sparse else gradient
     return means
 
