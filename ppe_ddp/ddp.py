@@ -270,14 +270,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if EventLog.current is not None:
             EventLog.current.begin("forward", self)
-        synchronizes = torch.is_grad_enabled()
-        reducer = self._used() if synchronizes else self._reducer
-        if reducer is not None and synchronizes:
+        # A forward without gradients sends nothing, so that a rank may evaluate alone, also in join().
+        if torch.is_grad_enabled() and (reducer := self._used()) is not None:
             reducer.begin_step()
             reducer.synchronizer.times.begin_forward()
-        # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
-        if reducer is not None and reducer.synchronizer.announce is not None and is_in_join(self):
-            Join.notify_join_context(self)
+            # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
+            if reducer.synchronizer.announce is not None and is_in_join(self):
+                Join.notify_join_context(self)
         return self._inputs.to_device(args, kwargs)
 
     def _leave(self, outputs: Any) -> Any:
@@ -406,6 +405,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """
         if (reducer := self._ready()) is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        for name, module in self.module.named_modules():
+            if isinstance(module, ModuleWrapper):
+                raise ValueError(
+                    f"{name!r} in the module is wrapped, too, so that its averages would be whole gradients, which a "
+                    "DistributedOptimizer cannot shard: wrap the outer module alone, or its parts, each with an "
+                    "optimizer of its own"
+                )
         return reducer.synchronizer.shard()
 
     @uncompiled

@@ -245,6 +245,11 @@ def test_what_cannot_be_measured_is_refused_before_a_rank_starts(gpus, capsys):
             assert "sees no GPU" in err
         assert cli.main(["bench", "step", "--backend", NCCL]) == 2
         assert f"--backend {NCCL} is not for --device cpu, which has gloo" in capsys.readouterr().err
+        assert cli.main(["bench", "collective", "--min-size", "64", "--max-size", "4"]) == 2
+        assert "--min-size 64 is more than --max-size 4" in capsys.readouterr().err
+        with pytest.raises(SystemExit):  # no file can be made there
+            cli.main(["bench", "step", "--json", "/proc/result.json"])
+        assert "'/proc/result.json' cannot be written" in capsys.readouterr().err
         gpus(1, (2, 29, 1))
         for command in ("step", "collective"):
             assert cli.main(["bench", command, "--device", "cuda"]) == 2

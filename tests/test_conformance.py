@@ -1,6 +1,8 @@
 """The conformance kit accepts what is right, and says what is wrong with what is not."""
 
+import contextlib
 import functools
+import io
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from ppe_ddp.testing import (
     check_comm_hook,
     check_reduce_function,
 )
+from ppe_ddp.testing.probes import probe_backend
+from rank_tests import on_two_ranks
 
 
 @pytest.fixture
@@ -116,6 +120,28 @@ def shrinks(gradients, group):
     gradients[0].resize_(0)
 
 
+def as_rows(gradients, group):
+    for gradient in gradients:
+        row = gradient.reshape(-1)  # a copy of a gradient with the strides of torch.channels_last
+        dist.all_reduce(row, group=group)
+        row.div_(dist.get_world_size(group))
+
+
+def without_nan(gradients, group):
+    gradients.buffer().nan_to_num_(0, 0, 0)
+    in_place_mean(gradients, group)
+
+
+def limited(gradients, group):
+    in_place_mean(gradients, group)
+    gradients.buffer().clamp_(-100, 100)
+
+
+def seeds(gradients, group):
+    torch.manual_seed(0)
+    in_place_mean(gradients, group)
+
+
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
@@ -127,6 +153,10 @@ def shrinks(gradients, group):
         (too_far, r"memory outside of bucket 0 was written to"),
         (parameters_instead, r"parameters of bucket 0 were changed"),
         (raises, r"ZeroDivisionError: no good"),
+        (as_rows, r"bucket1\.0 is off the mean by"),
+        (without_nan, r"bucket3\.0 has \[.*\], where the mean is \[nan, inf\]"),
+        (limited, r"bucket3\.0 has \["),
+        (seeds, r"the random state of the program has been seeded"),
         (shrinks, r"FunctionError: reduce_function shrinks changed the shape of"),
     ],
 )
@@ -320,6 +350,29 @@ def no_maximum_of_bytes():
 def test_bad_backends(setup, complaint):
     with pytest.raises(ConformanceError, match=complaint):
         check_backend("gloo", setup, world=World(sizes=(2,), timeout=30))
+
+
+@on_two_ranks
+def test_calls_of_sharded_optimizers_and_compressors_may_be_lacking_but_not_wrong():
+    names = [name for name in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, name)]
+    told = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(told):
+        for name in names:
+            patch.setattr(dist, name, functools.partial(with_one_more, getattr(dist, name)))
+        patch.setattr(dist, "all_to_all_single", lack)
+        problems = probe_backend("cpu")
+    assert "reduce_scatter_tensor of 2 torch.float32 is wrong, for DistributedOptimizer" in problems
+    lines = ["the backend has no all_to_all_single, needed for DistributedOptimizer and compressors: none"]
+    said = [line for line in told.getvalue().splitlines() if "backend" in line]
+    assert said == (lines if dist.get_rank() == 0 else []), told.getvalue()
+
+
+def with_one_more(reduce_scatter, received, sent, **options):
+    return reduce_scatter(received, sent + 1, **options)
+
+
+def lack(*_, **__):
+    raise NotImplementedError("none")
 
 
 def test_a_backend_that_does_not_start():

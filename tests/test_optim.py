@@ -326,6 +326,9 @@ def test_what_cannot_be_sharded_is_refused():
         DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))]), wrapper)
     with pytest.raises(TypeError, match="Linear cannot shard its gradients"):
         DistributedOptimizer(torch.optim.SGD, nn.Linear(2, 2))
+    outer = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), wrapper))
+    with pytest.raises(ValueError, match="'1' in the module is wrapped, too"):
+        DistributedOptimizer(torch.optim.SGD, outer, lr=1.0)
     with pytest.raises(TypeError, match="lr: only for an optimizer that is given as a class"):
         DistributedOptimizer(torch.optim.SGD(wrapper.parameters()), wrapper, lr=1.0)
 

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 from pathlib import Path
+from threading import Thread
 from time import perf_counter_ns
 
 import pytest
@@ -18,14 +19,16 @@ from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.backends.work import Work
 from ppe_ddp.cli import main
 from ppe_ddp.compression import Int8
-from ppe_ddp.engine.record import EventLog, Span
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.record import EventLog, Recorder, Span
 from ppe_ddp.testing import Ranks
 from ppe_ddp.tracing import rank_record
-from ppe_ddp.tracing.pictures import group_names
+from ppe_ddp.tracing.pictures import draw_presence, group_names
 from ppe_ddp.tracing.rank_record import (
     KINDS,
     ClockOffset,
     RankRecord,
+    Recording,
     length,
     measure_offset,
     merged,
@@ -74,6 +77,29 @@ def test_who_is_slow_is_who_does_not_wait():
     summary = summarize([of(0, 20), of(1, 29), of(2, 21)])
     assert summary.slow == {1: 8}
     assert "rank 1 is slow: it takes 8.0 ms a step longer than the median rank" in str(summary)
+
+
+def log_of(*wrappers):
+    """A log of backwards of 1 ms, in the order in which they began; each wrapper gives the begins of its own, in ms."""
+    log = EventLog(lambda groups: None)
+    recorders = [Recorder(names, begin * 10**6, b"\1", b"\1") for names, begins in wrappers for begin in begins]
+    for recorder in sorted(recorders, key=lambda recorder: recorder.begin):
+        recorder.backward_at = recorder.returned_at = recorder.done_at = recorder.begin + 10**6
+        log.backwards.append(recorder)
+    return log
+
+
+def test_a_step_of_several_wrappers_is_one_and_each_has_its_own_picture(tmp_path):
+    names = [tuple(name) for name in (["weight"], ["weight"])]
+    found = RankRecord.of(log_of((names[0], range(0, 100, 10)), (names[1], range(3, 100, 20))), ClockOffset())
+    assert [one.local for one in found.presence] == [["1"] * 10, ["1"] * 5]
+    summary = summarize([found])
+    assert (summary.backwards, summary.step_ms) == (10, pytest.approx(10))
+    # The other rank has left earlier, and has a module that rank 0 lacks.
+    other = RankRecord.of(log_of((names[0], range(4)), (("bias",), range(4, 8))), ClockOffset(rank=1))
+    pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
+    draw_presence([found, other], tmp_path / "of.png")
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_rows_of_the_heat_map_go_down_the_tree_as_far_as_there_is_room():
@@ -173,6 +199,17 @@ def test_clocks_that_differ_are_compared():
     assert abs(found.offset_ns - shift) <= found.error_ns < 1_000_000_000
     jobs = of_all_ranks(found.job)
     assert jobs[0] == jobs[1]
+
+
+@on_two_ranks
+def test_ranks_whose_clocks_are_not_compared_have_files_of_their_own():
+    recording = Recording()  # as if there were no process group yet
+    recording.log.on_groups(Groups.duplicate(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
+    clock = recording.result().clock
+    assert (clock.rank, clock.world_size, clock.is_compared) == (dist.get_rank(), 2, False)
+    assert len({one.job for one in of_all_ranks(clock)}) == 1
+    summary = summarize([record_of(backwards=[]), RankRecord(clock, "host", [], [], [])])
+    assert "clocks were not compared" in str(summary)
 
 
 def test_a_compressor_shows_what_it_encodes_sends_and_decodes(two_ranks):
@@ -347,6 +384,22 @@ def test_matplotlib_is_asked_for_before_anything_is_recorded(monkeypatch, tmp_pa
     assert (tmp_path / "timeline.json").exists()
 
 
+def test_a_step_that_raises_hides_no_other_and_threads_have_their_own():
+    one, other = (torch.optim.SGD([torch.ones(1, requires_grad=True)]) for _ in range(2))
+    with record() as recording:
+        with pytest.raises(ZeroDivisionError):
+            one.step(lambda: 1 / 0)
+        one.step(lambda: other.step())  # its step is a part of the first one's
+        one.step(lambda: run_on_thread(other.step))
+    assert len(spans_of(recording, "optimizer")) == 3
+
+
+def run_on_thread(function):
+    thread = Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 def test_one_timeline_at_a_time(tmp_path):
     with (
         ppe_ddp.timeline(tmp_path, pictures=False),
@@ -373,6 +426,8 @@ def test_a_script_is_run_as_python_runs_it(tmp_path, monkeypatch, capsys):
     assert "nothing was sent" in capsys.readouterr().out
     assert main(["trace", str(tmp_path / "none.py")]) == 2
     assert "there is no file" in capsys.readouterr().err
+    assert main(["trace", "-m", "no_such_module.train"]) == 2
+    assert "there is no module 'no_such_module.train'" in capsys.readouterr().err
     assert main(["timeline", "--no-pictures", str(tmp_path)]) == 2
     assert "no timeline was recorded there" in capsys.readouterr().err
 

@@ -91,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; 1 if a result was wrong or a rank failed, 2 if a backend or device is missing."""
+    if arguments.min_size > arguments.max_size:
+        return fail(f"--min-size {arguments.min_size} is more than --max-size {arguments.max_size}", 2)
     try:
         platform = Platform.of(arguments.device)
         if platform.device == "cpu" and detect(os.environ).launcher == "alone":

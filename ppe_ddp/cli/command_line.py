@@ -39,8 +39,18 @@ def size_of(text: str) -> int:
 
 def output(text: str) -> str:
     """A file in a folder that exists, or - for stdout; checked before anything is measured."""
-    if text != "-" and (not Path(text).parent.is_dir() or Path(text).is_dir()):
+    path = Path(text)
+    if text == "-":
+        return text
+    if not path.parent.is_dir() or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a file in a folder that exists")
+    is_there = path.exists()
+    try:
+        path.open("a").close()
+        if not is_there:
+            path.unlink(missing_ok=True)  # another rank may have done so
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from None
     return text
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from ppe_ddp.cli.command_line import fail
@@ -45,14 +46,16 @@ class TraceScript:
         try:
             if not arguments.no_pictures:
                 check_pictures()
+            # As python does: the folder of the script, or the current one for a module.
+            sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).absolute().parent))
+            if arguments.module and find_spec(script.partition(".")[0]) is None:
+                raise ImportError(f"there is no module {script!r}")
             if not arguments.module and not Path(script).is_file():
                 raise ImportError(f"there is no file {script!r}")
             folder.mkdir(parents=True, exist_ok=True)
         except (ImportError, OSError) as error:
             return fail(error, 2)
         sys.argv = [script, *arguments.arguments]
-        # As python does: the folder of the script, or the current one for a module.
-        sys.path.insert(0, os.getcwd() if arguments.module else str(Path(script).absolute().parent))
         with timeline(folder, pictures=not arguments.no_pictures):
             if arguments.module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)

@@ -76,7 +76,8 @@ class DistributedOptimizer(Optimizer):
         **defaults: Keywords for an optimizer class.
 
     Raises:
-        ValueError: The optimizer is not element-wise, or has parameters that the model does not have.
+        ValueError: The optimizer is not element-wise, or has parameters that the model does not have. Or the model has
+            another wrapper inside.
         TypeError: ``optimizer`` is no optimizer, there is no ``model``, or it cannot shard.
     """
 

@@ -142,7 +142,8 @@ def check_backend(
     It must do what the engine asks for: all-reduces (MAX of uint8 and int64; SUM of int64 and floating-point numbers),
     broadcasts, all-gathers, collectives of objects, barriers, Works with ``wait()``, ``is_completed()`` and
     ``get_future()``, and groups that only their members make. A dynamic model that is trained over it must get the
-    gradients of one process.
+    gradients of one process. If it lacks ``all_gather_into_tensor``, ``reduce_scatter_tensor`` or
+    ``all_to_all_single``, a line on stderr says which parts of the library cannot be used over it.
 
     Args:
         backend: Its name, as for ``torch.distributed.init_process_group``.

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -45,7 +46,8 @@ _VARIANTS: tuple[dict[str, Any], ...] = (
     {"overlap": False, "bucket_cap_mb": 0.0002},
 )
 _Shape = tuple[int, ...]
-_BUCKETS: tuple[tuple[_Shape, ...], ...] = (((5,),), ((3, 4), (0, 2), (), (7,)), ((1,),), ((1 << 16,), (33,)))
+_BUCKETS: tuple[tuple[_Shape, ...], ...] = (((5,),), ((3, 4), (0, 2), (), (7,)), ((1,),), ((12,),), ((1 << 16,), (33,)))
+_EXTREME = 3  # the bucket with NaN, infinity, large and small numbers
 _GUARD = 16
 _SIZES = (1, 5, 100_003)
 _MODULUS = 5
@@ -102,7 +104,8 @@ def _reduced(
     reduction: Reduction, groups: Groups, dtype: torch.dtype, device: str, tolerance: float | None
 ) -> Iterator[str]:
     is_divided = reduction.takes_divided(torch.device(device))
-    asked = [_KnownBucket(k, shapes, groups, dtype, device, is_divided) for k, shapes in enumerate(_BUCKETS)]
+    asked = [_KnownBucket(k, groups, dtype, device, is_divided, tolerance) for k in range(len(_BUCKETS))]
+    seed = torch.initial_seed()
     with torch.no_grad():
         for together in [[one] for one in asked] if reduction.one_at_a_time else [asked]:
             pending = [reduction.start(question.bucket) for question in together]
@@ -112,32 +115,39 @@ def _reduced(
     where = f"a bucket of {dtype} over ranks {members}"
     if len(members) < dist.get_world_size():
         where += " (does it use the group that it is given?)"
+    if torch.initial_seed() != seed:
+        yield f"{where}: the random state of the program has been seeded; use a torch.Generator of your own"
     for question in asked:
-        yield from (f"{where}: {problem}" for problem in question.problems(tolerance))
+        yield from (f"{where}: {problem}" for problem in question.problems())
 
 
 class _KnownBucket:
     """A bucket whose mean is known, in memory with guard elements before and after it."""
 
     def __init__(
-        self, index: int, shapes: Sequence[_Shape], groups: Groups, dtype: torch.dtype, device: str, is_divided: bool
+        self, index: int, groups: Groups, dtype: torch.dtype, device: str, is_divided: bool, tolerance: float | None
     ) -> None:
+        shapes = _BUCKETS[index]
         sizes = [math.prod(shape) for shape in shapes]
         count = sum(sizes)
         members = dist.get_process_group_ranks(groups.parent)
-        shares = [_numbers(count, dtype, index, rank) for rank in members]
-        self._mean = torch.stack([share.double() for share in shares]).mean(0)
+        shares = torch.stack([_numbers(count, dtype, index, rank) for rank in members])
+        if index == _EXTREME and tolerance is None:  # compression need not keep these
+            _make_extreme(shares)
+        self._mean = shares.double().mean(0)
+        self._allowed = _allowed(shares.double().abs(), self._mean, tolerance, _ROUNDINGS * torch.finfo(dtype).eps)
         self._guarded = torch.full((count + 2 * _GUARD,), 77.0, dtype=dtype, device=device)
         self._flat = self._guarded[_GUARD : _GUARD + count]
         self._flat.copy_(shares[groups.rank])
         if is_divided:
             self._flat.mul_(1.0 / groups.world_size)
         starts = [0, *itertools.accumulate(sizes)]
+        # Matrices have the strides of a transposed one, as gradients have in torch.channels_last.
         self.memory = [
-            self._flat[start : start + size].view(shape)
+            self._flat[start : start + size].view(shape[::-1]).t()
             for start, size, shape in zip(starts, sizes, shapes, strict=False)
         ]
-        self._parameters = [nn.Parameter(torch.full(shape, 3.0, dtype=dtype, device=device)) for shape in shapes]
+        self._parameters = [nn.Parameter(torch.full_like(view, 3.0)) for view in self.memory]
         self.bucket = GradBucket(
             [view.detach() for view in self.memory],
             buffer=self._flat.detach(),
@@ -148,24 +158,39 @@ class _KnownBucket:
             is_divided=is_divided,
         )
 
-    def problems(self, tolerance: float | None) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
         """The errors in the result, as sentences."""
         result = self.bucket.buffer().detach().reshape(-1).double().cpu()
-        largest = float(self._mean.abs().max())
-        allowed = (_ROUNDINGS * torch.finfo(self._flat.dtype).eps if tolerance is None else tolerance) * largest
+        errors = (result - self._mean).abs()
+        is_right = (errors <= self._allowed) | (result == self._mean) | (result.isnan() & self._mean.isnan())
         offset = 0
         for name, gradient in zip(self.bucket.names(), self.memory, strict=True):
-            chunk = slice(offset, offset + gradient.numel())
+            wrong = [offset + int(k) for k in (~is_right[offset : offset + gradient.numel()]).nonzero()]
             offset += gradient.numel()
-            if not gradient.numel():
-                continue
-            error = float((result[chunk] - self._mean[chunk]).abs().max())
-            if not error <= allowed:
-                yield f"{name} is off the mean by {error:.3g}, where {allowed:.3g} is allowed"
+            if wrong and self._mean[wrong].isfinite().all():
+                k = max(wrong, key=lambda k: float(errors[k].nan_to_num(math.inf)))
+                yield f"{name} is off the mean by {errors[k]:.3g}, where {self._allowed[k]:.3g} is allowed"
+            elif wrong:
+                yield f"{name} has {result[wrong].tolist()}, where the mean is {self._mean[wrong].tolist()}"
         if not ((self._guarded[:_GUARD] == 77).all() and (self._guarded[-_GUARD:] == 77).all()):
             yield f"memory outside of bucket {self.bucket.index()} was written to"
         if not all((parameter == 3).all() for parameter in self._parameters):
             yield f"parameters of bucket {self.bucket.index()} were changed; only gradients may be"
+
+
+def _make_extreme(shares: Tensor) -> None:
+    """Let one rank have NaN, another one infinity, and all ranks large and small numbers."""
+    large = torch.finfo(shares.dtype).max ** 0.25
+    shares[0, 0], shares[-1, 1] = math.nan, math.inf
+    shares[:, 2:7] *= large
+    shares[:, 7:] /= large
+
+
+def _allowed(sizes: Tensor, mean: Tensor, tolerance: float | None, rounding: float) -> Tensor:
+    """The error that is allowed for each element, from its absolute values on all ranks."""
+    if tolerance is not None:
+        return torch.full_like(mean, tolerance * float(mean.abs().max()))
+    return torch.where(mean.isfinite(), rounding * sizes.amax(0), 0.0)
 
 
 def _numbers(count: int, dtype: torch.dtype, *seeds: int) -> Tensor:
@@ -215,8 +240,11 @@ def _assorted(dtype: torch.dtype, device: str, rank: int) -> list[Tensor]:
 
 
 def probe_backend(device: str) -> list[str]:
-    """Call each operation that the engine uses on the default process group; all ranks must call this together."""
-    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup)
+    """Call each operation that the engine uses on the default process group; all ranks must call this together.
+
+    Rank 0 says on stderr which operations are lacking that only parts of the library need; they are no problems.
+    """
+    probes = (_all_reduce, _in_flight, _copies, _objects, _subgroup, _of_parts)
     return [problem for probe in probes for problem in probe(device)]
 
 
@@ -311,6 +339,31 @@ def _subgroup(device: str) -> Iterator[str]:
         yield f"broadcast in a group of ranks {members} is wrong"
 
 
+def _of_parts(device: str) -> Iterator[str]:
+    """Call what only sharded optimizers and compressors need: a backend may lack it, but must not do it wrongly."""
+    rank, size, users = dist.get_rank(), dist.get_world_size(), "DistributedOptimizer and compressors"
+    for count in _SIZES:
+        everyone = _everyone(count * size, torch.float32, device)
+        parts, columns = everyone.view(size, size, count), slice(rank * count, (rank + 1) * count)
+        yield from _of_part("all_gather_into_tensor", users, parts[:, 0].reshape(-1), parts[rank, 0])
+        yield from _of_part("reduce_scatter_tensor", "DistributedOptimizer", everyone.sum(0)[columns], everyone[rank])
+        yield from _of_part("all_to_all_single", users, parts[:, rank].reshape(-1), everyone[rank])
+
+
+def _of_part(name: str, users: str, wanted: Tensor, sent: Tensor) -> Iterator[str]:
+    received = torch.zeros_like(wanted)
+    newer = name.replace("into_tensor", "single").replace("tensor", "single")
+    function = getattr(dist, newer, None) or getattr(dist, name)
+    try:
+        function(received, sent.contiguous(), async_op=True).wait()
+    except (NotImplementedError, RuntimeError) as error:
+        if dist.get_rank() == 0 and sent.numel() <= dist.get_world_size():  # said once, for the smallest size
+            print(f"the backend has no {name}, needed for {users}: {error}", file=sys.stderr, flush=True)
+        return
+    if not torch.equal(received, wanted):
+        yield f"{name} of {sent.numel()} {sent.dtype} is wrong, for {users}"
+
+
 # ---------------------------------------------------------------------- training
 
 
@@ -348,6 +401,8 @@ class DynamicModel(nn.Module):
         self.first, self.recomputed, self.unused = maps[:3]
         self.branches, self.heads = nn.ModuleList(maps[3:6]), nn.ModuleList(maps[6:8])
         self.frozen = maps[8].requires_grad_(False)
+        # Its gradient has other strides than a contiguous one, as in torch.channels_last.
+        self.first.weight = nn.Parameter(self.first.weight.detach().t())
         self.empty = nn.Parameter(torch.zeros((0, _WIDTH), dtype=dtypes[0], device="cpu"))
         self.factor = nn.Parameter(torch.ones((), dtype=dtypes[-1], device="cpu"))
         table = torch.randn((_EMBEDDED, _WIDTH), generator=generator, device="cpu")
@@ -540,7 +595,7 @@ def _average(copies: Sequence[nn.Module]) -> dict[str, tuple[Tensor, float] | No
         mean = torch.stack(wide).sum(0) / len(parameters)
         means[name] = mean, max((float(one.abs().max()) for one in wide if one.numel()), default=0.0)
         for parameter in parameters:
-            gradient = mean.to(parameter.dtype, copy=True)
+            gradient = torch.empty_like(parameter, requires_grad=False).copy_(mean)  # with its strides
             parameter.grad = gradient.to_sparse(1) if existing[0].is_sparse else gradient
     return means
 

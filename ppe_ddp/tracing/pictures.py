@@ -223,29 +223,36 @@ def _texts(span: Span) -> list[str]:
 
 
 def draw_presence(records: Sequence[RankRecord], path: Path) -> None:
-    """Draw a heat map for each module: which parameters had a gradient on which rank, step by step.
+    """Draw a heat map for each wrapper: which parameters had a gradient on which rank, step by step.
 
     The first is written to ``path``, others to numbered files beside it. If there are too many parameters, those of a
     submodule share a row: blue if this rank had any of their gradients, else yellow if another rank had one.
     """
-    for number, presence in enumerate(records[0].presence):
-        others = [next((p for p in one.presence if p.names == presence.names), None) for one in records]
-        shown = [(r.clock.rank, p) for r, p in zip(records, others, strict=True) if p is not None][:_MOST_RANKS]
-        _draw_heat_map(shown, path if not number else path.with_stem(f"{path.stem}-{number}"))
+    maps: dict[tuple[tuple[str, ...], int], list[tuple[int, Presence]]] = {}
+    for one in records:
+        for k, presence in enumerate(one.presence):
+            twins = sum(other.names == presence.names for other in one.presence[:k])
+            maps.setdefault((presence.names, twins), []).append((one.clock.rank, presence))
+    for number, ranks in enumerate(maps.values()):
+        _draw_heat_map(ranks[:_MOST_RANKS], path if not number else path.with_stem(f"{path.stem}-{number}"))
 
 
 def _draw_heat_map(ranks: Sequence[tuple[int, Presence]], path: Path) -> None:
     from matplotlib.colors import ListedColormap
 
-    rows, steps = group_names(ranks[0][1].names), len(ranks[0][1].local)
+    # A rank may have taken fewer steps; the rest of its panel is white.
+    rows, steps = group_names(ranks[0][1].names), max(len(presence.local) for _, presence in ranks)
     first = max(0, steps - _MOST_STEPS)
     figure = _figure(10, 1.3 + 0.17 * len(rows))
     axes = figure.subplots(1, len(ranks), squeeze=False, sharey=True)[0]
     colours = ListedColormap([colour for colour, _ in _PRESENCE])
     for axis, (rank, presence) in zip(axes, ranks, strict=True):
-        picture = [[_colour(presence, step, members) for step in range(first, steps)] for _, members in rows]
-        extent = (first - 0.5, steps - 0.5, len(rows) - 0.5, -0.5)
-        axis.imshow(picture, cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="none", extent=extent)
+        own = range(first, len(presence.local))
+        picture = [[_colour(presence, step, members) for step in own] for _, members in rows]
+        extent = (first - 0.5, own.stop - 0.5, len(rows) - 0.5, -0.5)
+        if own:
+            axis.imshow(picture, cmap=colours, vmin=0, vmax=2, aspect="auto", interpolation="none", extent=extent)
+        axis.set(xlim=(first - 0.5, steps - 0.5), ylim=(len(rows) - 0.5, -0.5))
         axis.set_title(f"rank {rank}", fontsize=_FONT + 1, loc="left")
         axis.set_xlabel("step", fontsize=_FONT)
         axis.tick_params(labelsize=_FONT, length=0)

@@ -13,6 +13,7 @@ Clocks are compared by ping-pong; of several round trips the fastest counts:
     rank r                reads its own clock: b
 
 If both ways take equally long, b is (a + c) / 2 by rank 0's clock. So the error is at most half of the round trip.
+Where no group of all ranks ever asks for it, nothing is compared; each rank's times are those of its machine's clock.
 """
 
 from __future__ import annotations
@@ -20,24 +21,28 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import socket
 import statistics
 import uuid
 from bisect import bisect_left
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from time import perf_counter_ns
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from threading import get_ident
+from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 from torch.optim import optimizer as torch_optimizer
 
-from ppe_ddp.backends.group_internals import default_group, device_types
+from ppe_ddp.backends.group_internals import default_group, device_types, store_of
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
 from ppe_ddp.engine.record import EventLog, Span
 from ppe_ddp.errors import UnusableError
+from ppe_ddp.launchers import detect
 from ppe_ddp.stragglers import LEAST_MS, SLOW
 
 if TYPE_CHECKING:
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS = 16
 _FORMAT = "ppe_ddp timeline, version 1"
+_JOB = "ppe_ddp/timeline"  # the key of the store under which the first rank that needs it leaves the job's name
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class ClockOffset:
     world_size: int = 1
     offset_ns: int = 0  # subtracted from this rank's times it gives rank 0's
     error_ns: int = 0  # the largest error of the offset
+    is_compared: bool = True  # if not, the offset gives the time of day by this rank's machine
 
 
 def measure_offset(group: ProcessGroup) -> ClockOffset:
@@ -103,12 +110,19 @@ def _message(number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Presence:
-    """The gradients that existed in the backwards of one module."""
+    """The gradients that existed in the backwards of one wrapper."""
 
     names: tuple[str, ...]  # the names of its parameters
     # A text for each backward, with a character for each parameter: "1" if this rank had a gradient of it.
     local: list[str] = field(default_factory=list)
     agreed: list[str] = field(default_factory=list)  # the same for all ranks: "1" if any had a gradient
+
+    @classmethod
+    def of(cls, recorders: Sequence[Recorder]) -> Presence:
+        """The gradients of these backwards, which are all of one wrapper."""
+        masks = [[one.local for one in recorders], [one.agreed for one in recorders]]
+        local, agreed = (["".join("1" if here else "0" for here in mask) for mask in own] for own in masks)
+        return cls(recorders[0].names, local, agreed)
 
 
 @dataclass(frozen=True)
@@ -118,20 +132,19 @@ class RankRecord:
     clock: ClockOffset
     host: str
     spans: list[Span]  # in order of their begin, by this rank's clock
-    backwards: list[tuple[int, int]]  # begin and end of each synchronized backward, by this rank's clock
-    presence: list[Presence]  # one for each module
+    # Begin and end of each synchronized backward, by this rank's clock; of several wrappers, of the one with the most.
+    backwards: list[tuple[int, int]]
+    presence: list[Presence]  # one for each wrapper
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
         spans = [*log.spans, *(span for recorder in log.backwards for span in spans_of_backward(recorder))]
-        modules: dict[tuple[str, ...], Presence] = {}
+        wrappers: defaultdict[int, list[Recorder]] = defaultdict(list)
         for recorder in log.backwards:
-            presence = modules.setdefault(recorder.names, Presence(recorder.names))
-            for texts, mask in ((presence.local, recorder.local), (presence.agreed, recorder.agreed)):
-                texts.append("".join("1" if here else "0" for here in mask))
+            wrappers[id(recorder.names)].append(recorder)  # each wrapper has a tuple of its own
         spans.sort(key=lambda span: (span.begin, -span.end))
-        backwards = [(recorder.begin, recorder.done_at) for recorder in log.backwards]
-        return cls(clock, socket.gethostname(), spans, backwards, list(modules.values()))
+        backwards = [(recorder.begin, recorder.done_at) for recorder in max(wrappers.values(), key=len, default=[])]
+        return cls(clock, socket.gethostname(), spans, backwards, [Presence.of(own) for own in wrappers.values()])
 
     def on_one_clock(self) -> RankRecord:
         """This record with times by the clock of rank 0."""
@@ -144,7 +157,7 @@ class RankRecord:
         """Write it to ``path``; a reader sees the whole file or none."""
         presence = [vars(one) for one in self.presence]
         content = {**vars(self), "format": _FORMAT, "clock": vars(self.clock), "presence": presence}
-        temporary = path.with_suffix(".part")
+        temporary = path.with_suffix(f".{os.getpid()}.part")
         temporary.write_text(json.dumps(content, separators=(",", ":")))
         temporary.replace(path)
 
@@ -203,34 +216,68 @@ def _spans_of_round(record: RoundRecord, backward_at: int) -> Iterator[Span]:
 
 
 class Recording:
-    """A recording under way on this rank; until clocks are compared, its ``clock`` is that of a single rank."""
+    """A recording under way on this rank; ``clock`` is a lone rank's until this rank's place in a job is known."""
 
     def __init__(self) -> None:
         self.log = EventLog(self._on_groups)  # the engine writes to it
-        self.clock, self._is_compared = ClockOffset(), False
-        self._steps: list[int] = []  # begins of the steps under way: an optimizer may call another one's step
+        self.clock, self._is_compared, self._is_placed = ClockOffset(), False, False
+        # By thread, the steps under way, each with its optimizer's id and its begin: a step may call another one's.
+        self._steps: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def result(self) -> RankRecord:
+        self._find_place()
+        if not self._is_placed:  # there is no process group, but a launcher may have started several ranks
+            with suppress(ValueError, UnusableError):
+                job = detect(os.environ)
+                self._place("", job.rank, job.world_size)
         return RankRecord.of(self.log, self.clock)
 
     def compare_clocks(self, group: ProcessGroup) -> None:
         """Compare clocks with all ranks of ``group``, which call this together; later calls do nothing."""
         if not self._is_compared:
-            self.clock, self._is_compared = measure_offset(group), True
+            self.clock, self._is_compared, self._is_placed = measure_offset(group), True, True
 
     def _on_groups(self, groups: Groups) -> None:
         if groups.world_size == dist.get_world_size():  # the clock of global rank 0 counts
             self.compare_clocks(groups.control)
+        self._find_place()
 
-    def begin_step(self, *_: object) -> None:
+    def _find_place(self) -> None:
+        """Note this rank, which names its file, where clocks are not compared; it waits for no other rank."""
+        if not self._is_placed and dist.is_initialized():
+            job = ""
+            with suppress(RuntimeError):  # the store lacks this operation, or has ended
+                job = store_of(default_group()).compare_set(_JOB, "", self.clock.job).decode()
+            self._place(job, dist.get_rank(), dist.get_world_size())
+
+    def _place(self, job: str, rank: int, world_size: int) -> None:
+        self._is_placed = True
+        if world_size > 1:
+            offset = perf_counter_ns() - time_ns()
+            self.clock = replace(self.clock, job=job, rank=rank, world_size=world_size, offset_ns=offset)
+            self.clock = replace(self.clock, is_compared=False)
+
+    def begin_step(self, optimizer: object, *_: object) -> None:
         """Note the begin of an optimizer's step."""
-        self._steps.append(perf_counter_ns())
+        self._find_place()  # while there is a process group
+        self._end_steps(optimizer)  # one that has raised, for which torch calls no hook
+        self._steps[get_ident()].append((id(optimizer), perf_counter_ns()))
 
     def end_step(self, optimizer: object, *_: object) -> None:
         """Record an optimizer's step, unless it is a part of another one's."""
-        begin = self._steps.pop() if self._steps else perf_counter_ns()
-        if not self._steps:
+        begin = self._end_steps(optimizer)
+        if begin and not self._steps[get_ident()]:
             self.log.add("optimizer", type(optimizer).__name__, begin)
+
+    def _end_steps(self, optimizer: object) -> int:
+        """Forget this thread's step of ``optimizer``, and those that it has called; returns its begin, 0 if none."""
+        steps = self._steps[get_ident()]
+        first = next((k for k, (owner, _) in enumerate(steps) if owner == id(optimizer)), None)
+        if first is None:
+            return 0
+        begin = steps[first][1]
+        del steps[first:]
+        return begin
 
 
 @contextmanager
@@ -319,12 +366,12 @@ class TimelineSummary:
     """The numbers of a timeline; times are means over ranks and steps, without the longest tenth of the steps."""
 
     ranks: int
-    backwards: int  # the number of synchronized backwards, the largest of any rank
+    backwards: int  # the number of synchronized backwards, the largest of any rank and wrapper
     step_ms: float  # from the end of a synchronized backward to the end of the next
     under_way_ms: float  # the time in a step in which gradients or parameters were under way
     waiting_ms: float  # the time in a step in which a rank only waited for messages, also for masks and votes
     hidden: float | None  # the part of ``under_way_ms`` in which the rank computed; None if nothing was sent
-    clock_error_ms: float  # the largest error of a rank's clock
+    clock_error_ms: float | None  # the largest error of a rank's clock; None if clocks were not compared
     own_ms: dict[int, float]  # by rank, the median time in a step in which it did not wait
 
     @property
@@ -344,7 +391,9 @@ class TimelineSummary:
             lines.append(f"and a rank only waits for {self.waiting_ms:.2f} ms")
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
-        if self.ranks > 1:
+        if self.ranks > 1 and self.clock_error_ms is None:
+            lines.append("clocks were not compared, as no wrapper spans all ranks: each machine's own time of day")
+        elif self.ranks > 1:
             lines.append(f"all ranks on the clock of rank 0, with an error of up to {self.clock_error_ms:.3f} ms")
         return "\n".join(lines)
 
@@ -364,6 +413,7 @@ def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
     usual = steps[: math.ceil(_USUAL * len(steps))]
     total = StepTimes(*map(sum, zip(*usual, strict=True))) if usual else StepTimes(0, 0, 0, 0)
     scale = 1e-6 / max(1, len(usual))
+    are_compared = all(one.clock.is_compared for one in records)
     return TimelineSummary(
         ranks=len(records),
         backwards=max((len(one.backwards) for one in records), default=0),
@@ -371,7 +421,7 @@ def summarize(records: Sequence[RankRecord]) -> TimelineSummary:
         under_way_ms=total.under_way * scale,
         waiting_ms=total.waiting * scale,
         hidden=total.hidden / total.under_way if total.under_way else None,
-        clock_error_ms=max((one.clock.error_ns for one in records), default=0) / 1e6,
+        clock_error_ms=max((one.clock.error_ns for one in records), default=0) / 1e6 if are_compared else None,
         own_ms={one.clock.rank: _own_ms(one) for one in records if len(one.backwards) > 1},
     )
 
