@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+    from types import FrameType
 
     from torch.autograd.graph import Node
     from torch.distributed.algorithms.join import Joinable
@@ -259,6 +260,20 @@ def metadata_of(state_dict: object) -> dict[str, Any] | None:
 def set_metadata(state_dict: OrderedDict[str, Any], metadata: dict[str, Any]) -> None:
     """Give a state dict the versions of its modules; without them modules take it for one of their first version."""
     state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+def loading_metadata() -> dict[str, Any] | None:
+    """The versions in the state dict that the caller's ``nn.Module.load_state_dict`` loads, as in :func:`metadata_of`.
+
+    Hooks are told only that of their own module; a change reaches the submodules, which are loaded after them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals is vars(torch.nn.modules.module):
+            metadata: dict[str, Any] | None = frame.f_locals["metadata"]
+            return metadata
+        frame = frame.f_back
+    return None
 
 
 CHECKPOINT_NAMES = "_fqn_modifiers"

@@ -230,6 +230,7 @@ def test_power_sgd_of_full_rank_is_exact_whatever_the_mask(cap, options):
     unused = {"orthogonalization_epsilon": 1e-8, "warm_start": False}
     make = power_state(power.powerSGD_hook, matrix_approximation_rank=8, min_compression_rate=0, **unused)
     state, hook = make()
+    state.rank = dist.get_rank()  # which process groups have, too
     wrapper.register_comm_hook(state, hook)
     for turn in range(14):
 

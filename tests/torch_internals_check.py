@@ -287,6 +287,14 @@ def try_metadata_of():
     return found == {"": {"version": 2}} and nn.BatchNorm1d(1).load_state_dict(state).missing_keys == []
 
 
+def try_loading_metadata():
+    outer, found = nn.Sequential(nn.Sequential(nn.BatchNorm1d(1))), []
+    outer[0].register_load_state_dict_pre_hook(lambda *_: found.append(internals.loading_metadata()))
+    state = outer.state_dict()
+    outer.load_state_dict(state)
+    return found == [internals.metadata_of(state)] and internals.loading_metadata() is None
+
+
 class _Renamed(nn.Module):
     """Has its tensors in a submodule that its state dict says nothing of."""
 

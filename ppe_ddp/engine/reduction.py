@@ -18,7 +18,7 @@ from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
-from ppe_ddp.functions import is_plain_average, name_of
+from ppe_ddp.functions import declares, is_plain_average, name_of
 from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class FunctionReduction(Reduction):
     def __init__(self, function: ReduceFunction, groups: Groups) -> None:
         super().__init__(groups)
         self._function = function
-        self._takes_divided = bool(getattr(function, "takes_divided", False))
+        self._takes_divided = declares(function, "takes_divided")
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
@@ -251,7 +251,7 @@ class HookReduction(Reduction):
         self._is_unfinished = False
         # A hook that keeps no state has None or a process group as its state.
         self.agreed = self.title
-        self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
+        self.keeps_state_by_index = self.may_resize = not (state is None or isinstance(state, ProcessGroup))
 
     @property
     def title(self) -> str:
