@@ -20,6 +20,7 @@ from ppe_ddp.torch_internals import (
     mark_ignored,
     metadata_of,
     rename_in_checkpoints,
+    saved_buffers,
     set_metadata,
 )
 
@@ -45,9 +46,8 @@ class ModuleWrapper(nn.Module):
             UnusableError: The wrapper itself has got a parameter, a buffer or a submodule with a state, which would be
                 left out.
         """
-        others = {name: part for name, part in self._modules.items() if part is not None and name != "module"}
-        own = [name for name, part in others.items() if part.state_dict(keep_vars=True)]
-        own += [*self._parameters, *(self._buffers.keys() - self._non_persistent_buffers_set)]
+        own = [name for name, part in self.named_children() if name != "module" and part.state_dict(keep_vars=True)]
+        own += [*(name for name, _ in self.named_parameters(recurse=False)), *saved_buffers(self)]
         if own:
             raise UnusableError(
                 f"{', '.join(own)}: a tensor or module of the wrapper itself, whose state dict is that of the wrapped "

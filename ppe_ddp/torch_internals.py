@@ -231,6 +231,11 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def saved_buffers(module: nn.Module) -> list[str]:
+    """The names of the buffers of ``module`` without its submodules that its state dict has."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
 def child_table(module: nn.Module) -> dict[str, Any]:
     """The direct submodules of ``module``: its own dictionary."""
     table: dict[str, Any] = module._modules

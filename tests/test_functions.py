@@ -189,12 +189,13 @@ def around(function):
 @on_two_ranks
 def test_declarations_that_functools_has_copied_do_not_count():
     module = torch.nn.Linear(1, 1, bias=False)
-    function = around(average)
-    for reduces in (function, overlapped(function), around(function), takes_divided(around(declared_sum))):
+    function, divided = around(average), takes_divided(around(declared_sum))
+    # It is called: cut to 1 as it comes, or divided by two ranks already and then summed.
+    for reduces, expected in ((function, 1), (overlapped(function), 1), (around(function), 1), (divided, 2)):
         wrapper = DistributedDataParallel(module, reduce_function=reduces)
         wrapper.zero_grad()
         wrapper(torch.full((1, 1), 4.0)).backward()
-        assert module.weight.grad.item() == 1  # as it was called
+        assert module.weight.grad.item() == expected
     for refused in (around(declared_sum), overlapped(around(declared_sum)), around(around(declared_sum))):
         with pytest.raises(ValueError, match="copied takes_divided from"):
             DistributedDataParallel(module, reduce_function=refused)

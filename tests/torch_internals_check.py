@@ -261,6 +261,12 @@ def try_parameter_table():
     return norm.running_mean is buffer and norm.weight is weight and output.tolist() == [[0.0, 0.0]] * 2
 
 
+def try_saved_buffers():
+    module = nn.BatchNorm1d(1)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    return internals.saved_buffers(module) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
 def try_only_writes_buffers():
     kinds = [nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2, track_running_stats=True)]
     others = [nn.BatchNorm2d(2).eval(), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
