@@ -168,6 +168,35 @@ def test_a_reduce_function_that_changes_shapes(wrong, options):
         assert parameter.grad.shape == parameter.shape
 
 
+def replace_tensors(gradients, group):
+    gradients[:] = [gradient / 2 for gradient in gradients]
+
+
+def empty_the_list(gradients, group):
+    gradients.clear()
+
+
+def leave_the_sum_in_the_future(gradients, group):
+    total = gradients.buffer() / 2
+    return dist.all_reduce(total, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+NOT_IN_PLACE = [
+    (replace_tensors, "put other tensors in the place of"),
+    (empty_the_list, r"left 0 of \d+ tensors"),
+    (leave_the_sum_in_the_future, "the Future of reduce_function Turns holds another tensor"),
+]
+
+
+@on_two_ranks
+def test_a_reduce_function_whose_result_is_not_in_the_bucket():
+    for k, (wrong, text) in enumerate(NOT_IN_PLACE):
+        turns = Turns(average, wrong)
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2), reduce_function=turns, **VARIANTS[k % len(VARIANTS)])
+        is_late = wrong is leave_the_sum_in_the_future
+        hold(wrapper, turns, FunctionError, text, "reduce_function Turns", culprits=[[0, 1]], is_late=is_late)
+
+
 def set_a_short_buffer(gradients, group):
     gradients.set_buffer(torch.zeros(1))
 

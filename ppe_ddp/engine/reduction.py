@@ -19,6 +19,7 @@ from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import declares, is_plain_average, name_of
+from ppe_ddp.torch_internals import version_of
 from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
@@ -145,11 +146,22 @@ class Reduction(ABC):
         value = None if pending is None else self.wait(bucket, pending)
         try:
             self._accept(bucket, value)
+            if len(bucket) != len(memory):
+                raise FunctionError(
+                    f"{self.title} left {len(bucket)} of {len(memory)} tensors in its list ({self.describe(bucket)}); "
+                    "it must change their values only"
+                )
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
                 raise FunctionError(
                     f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.describe(bucket)}); "
                     "it must change values only"
+                )
+            pairs = zip(bucket.names(), bucket, memory, strict=True)
+            if elsewhere := [name for name, tensor, slot in pairs if _has_moved(tensor, slot, bucket)]:
+                raise FunctionError(
+                    f"{self.title} put other tensors in the place of {elsewhere} ({self.describe(bucket)}); it must "
+                    "change the values of those in the bucket, as copy_() does, or call set_buffer()"
                 )
         except Exception as error:
             self._annotate(error, bucket)
@@ -205,6 +217,7 @@ class FunctionReduction(Reduction):
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
+        self._given: dict[int, tuple[int, int]] = {}  # address and version of each buffer, by the index of its bucket
 
     def takes_divided(self, device: torch.device) -> bool:
         """As the function declares; for plain averages True unless the backend has ReduceOp.AVG."""
@@ -216,6 +229,7 @@ class FunctionReduction(Reduction):
         return f"reduce_function {name_of(self._function)}"
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
+        self._given[bucket.index()] = bucket.buffer().data_ptr(), version_of(bucket.buffer())
         pending = self._function(bucket, self._groups.buckets)
         if pending is None:
             return pending
@@ -226,6 +240,18 @@ class FunctionReduction(Reduction):
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"
         )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        """Refuse averages in another tensor, while those in ``bucket`` are as they were given to the function."""
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        flat, given = bucket.buffer(), self._given.pop(bucket.index())
+        is_other = isinstance(value, Tensor) and value.numel() == flat.numel() and value.data_ptr() != flat.data_ptr()
+        if is_other and given == (flat.data_ptr(), version_of(flat)):
+            raise FunctionError(
+                f"the Future of {self.title} holds another tensor, and those in the bucket are as they were "
+                f"({self.describe(bucket)}); it must change them in place, or call set_buffer()"
+            )
 
 
 class HookReduction(Reduction):
@@ -304,6 +330,13 @@ class HookReduction(Reduction):
 def _differ(tensor: Tensor, memory: Tensor) -> bool:
     """Whether ``tensor`` differs from ``memory`` in shape or strides."""
     return tensor.shape != memory.shape or tensor.stride() != memory.stride()
+
+
+def _has_moved(tensor: Tensor, memory: Tensor, bucket: GradBucket) -> bool:
+    """Whether ``tensor`` is neither where it was, in ``memory``, nor in the buffer of ``bucket``."""
+    flat, address = bucket.buffer(), tensor.data_ptr()
+    start = flat.data_ptr()
+    return tensor.numel() > 0 and address != memory.data_ptr() and not start <= address < start + flat.nbytes
 
 
 def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
