@@ -192,7 +192,8 @@ class Options:
             raise ValueError(f"device_ids must name one device, not {self.device_ids!r}: one process a device")
         named = self.device_ids[0]
         wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-        if device is not None and device.type != "cpu" and wanted != device:
+        is_other = device is not None and wanted not in (device, torch.device(device.type))  # as the current one
+        if device is not None and device.type != "cpu" and is_other:
             raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")
 
 

@@ -343,12 +343,25 @@ def is_marked_ignored(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------- compilation and AMP
 
 
+def outside_inference(function: _Function) -> _Function:
+    """Run ``function`` outside of ``torch.inference_mode()``: what is allocated in it cannot be written later on."""
+
+    @wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return function(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+    return cast("_Function", run)
+
+
 def uncompiled(function: _Function) -> _Function:
-    """Exclude ``function`` from the graphs of ``torch.compile``.
+    """Exclude ``function`` from the graphs of ``torch.compile``, and run it outside of ``torch.inference_mode()``.
 
     The public decorator imports torch._dynamo, which takes two seconds; this one imports it only when it is needed.
     """
-    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined,unused-ignore]
+    wrapped: Any = torch._disable_dynamo(outside_inference(function))  # type: ignore[attr-defined,unused-ignore]
     return cast("_Function", wrapped)
 
 
@@ -356,7 +369,7 @@ def uncompiled_hook(function: _Function) -> _Function:
     """Exclude ``function``, which autograd calls, and all that it calls from ``torch.compile``; returns it.
 
     If a whole step is compiled, its ``backward()`` runs with Dynamo active, which would compile every new Python frame.
-    This mark costs a call nothing; :func:`uncompiled` costs two frames and an import.
+    This mark costs a call nothing; :func:`uncompiled` costs three frames and an import.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -403,6 +403,11 @@ def try_is_marked_ignored():
     return found == [True, True, False] and getattr(module, internals.IGNORED_NAMES) == ["weight"]
 
 
+def try_outside_inference():
+    with torch.inference_mode():
+        return not internals.outside_inference(lambda: torch.ones(1))().is_inference()
+
+
 def try_call_uncompiled():
     return internals.uncompiled(lambda: 1)() == internals.call_uncompiled(lambda: 1)
 
