@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
+_LATER_SECONDS = 1.0
 BLOCKING = frozenset({"a function that blocks"})
 # Backends with ReduceOp.AVG, which divides before it adds, so that half-precision sums do not overflow.
 _AVERAGING = ("nccl", "cupy_nccl")
@@ -133,7 +135,8 @@ class Reduction(ABC):
         try:
             if self.is_all_reduce:
                 return self.finish_average(pending, device, bucket.names(), bucket.index())
-            return self._groups.failures.wait(pending, device)
+            title = f"{self.title} ({self.describe(bucket)})"
+            return self._groups.failures.wait(pending, device, partial(refuse_late, self._groups, title))
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -364,6 +367,16 @@ def call_sync_hooks(hooks: Mapping[int, SyncHook], wrapper: object, rank: int) -
         except Exception as error:
             annotate(error, f"in hook {name_of(hook)} on rank {rank}, before gradients are synchronized")
             raise
+
+
+def refuse_late(groups: Groups, title: str, seconds: float) -> None:
+    """Raise if the Future of a function has taken ``seconds``, by which messages that take so long have raised."""
+    limit = groups.timeout_seconds
+    if seconds > limit + _LATER_SECONDS:
+        raise FunctionError(
+            f"what {title} returned is not done after the group's timeout of {limit:g} s: a Future must be completed "
+            "whatever happens, as by set_exception()"
+        )
 
 
 def annotate(error: Exception, note: str) -> None:
