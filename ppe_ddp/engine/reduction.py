@@ -53,6 +53,8 @@ class Reduction(ABC):
             :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: a rank alone has its averages already.
         sends_kept: Whether an average may include values that were kept from earlier steps (error feedback).
+        may_write_parameters: Whether parameters may change before all buckets are complete: a hook of torch's kind may
+            step an optimizer.
         may_launch: Tells whether the next bucket can be launched without waiting for earlier ones; None if it always
             can.
         agreed: Its identity, which has to be the same on all ranks; empty for functions, which may differ.
@@ -66,6 +68,7 @@ class Reduction(ABC):
     is_plain_average = False
     sends_nothing = False
     sends_kept = False
+    may_write_parameters = False
     may_launch: Probe | None = None
     agreed = ""
 
@@ -271,7 +274,7 @@ class HookReduction(Reduction):
         self.turns = frozenset(group.group_name for group in users)
         # A hook may start a second collective when its first one is done (PowerSGD does), on any thread. With two
         # buckets in flight, the ranks would issue these collectives in different orders.
-        self.one_at_a_time = bool(users)
+        self.one_at_a_time = self.may_write_parameters = bool(users)
         self.is_all_reduce = not users
         self._state = state
         self._hook = hook

@@ -356,7 +356,7 @@ class DriftCheck:
         return field if takes_part else NOT_DUE
 
     def look(self) -> None:
-        """Sum up the next part; called while the vote is in flight, when the host is idle."""
+        """Sum up the next part; called while the vote is in flight, when the host is idle, or after the last bucket."""
         if self._next:
             self._sums = self._add_up(self._next // self.every % self._parts)
             if self._is_on_device:
