@@ -14,6 +14,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 logger = logging.getLogger("ppe_ddp")
 
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})  # told from containers at once: there may be many
+_UNDER_WAY, _HAS_ITSELF = object(), object()  # in the place of a result
+
 
 def tensors_in(value: object, visited: dict[int, object] | None = None) -> Iterator[Tensor]:
     """Every tensor in ``value``; objects of other kinds are skipped.
@@ -23,8 +26,9 @@ def tensors_in(value: object, visited: dict[int, object] | None = None) -> Itera
     if isinstance(value, Tensor):
         yield value
         return
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if not (is_instance or isinstance(value, Mapping | list | tuple | set | frozenset)):
+    if type(value) in _PLAIN:
+        return
+    if not (isinstance(value, list | tuple | Mapping | set | frozenset) or _is_record(value)):
         return
     if visited is None:
         visited = {}
@@ -42,60 +46,63 @@ def tensors_in(value: object, visited: dict[int, object] | None = None) -> Itera
             yield from tensors_in(getattr(value, field.name, None), visited)
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, _Visit] | None = None) -> Any:
+def mapped(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]] | None = None) -> Any:
     """``value`` with ``function`` applied to its tensors; the same object if none changes.
 
-    A container that is there several times is mapped once: ``visited`` has them by their ids.
+    A container that is there several times is mapped once: ``visited`` has each and its result, by the id.
 
     Raises:
         ValueError: A container has itself somewhere in it, and a tensor in it changes.
     """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, PackedSequence):
         moved = function(value.data)
         return value if moved is value.data else value.to(moved.device, moved.dtype)  # type: ignore[arg-type]
-    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if not (is_instance or isinstance(value, Mapping | list | tuple)):
+    if not (isinstance(value, list | tuple | Mapping) or _is_record(value)):
         return value
     if visited is None:
         visited = {}
-    if (known := visited.get(id(value))) is not None:
-        known.is_inside_itself |= not known.is_over
-        return known.result
-    visit = visited[id(value)] = _Visit(value)
-    if isinstance(value, Mapping):
-        items = {key: mapped(function, item, visited) for key, item in value.items()}
-        if any(items[key] is not item for key, item in value.items()):
-            visit.result = _like_mapping(value, items)
-    elif isinstance(value, list | tuple):
+    elif (known := visited.get(id(value))) is not None:
+        if known[1] is not _UNDER_WAY and known[1] is not _HAS_ITSELF:
+            return known[1]
+        visited[id(value)] = value, _HAS_ITSELF
+        return value
+    visited[id(value)] = value, _UNDER_WAY
+    result = value
+    if isinstance(value, list | tuple):
         parts = [mapped(function, item, visited) for item in value]
         if any(part is not item for part, item in zip(parts, value, strict=True)):
-            visit.result = _like_sequence(value, parts)
+            result = _like_sequence(value, parts)
+    elif isinstance(value, Mapping):
+        items = {key: mapped(function, item, visited) for key, item in value.items()}
+        if any(items[key] is not item for key, item in value.items()):
+            result = _like_mapping(value, items)
     else:
-        before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        after = {name: mapped(function, item, visited) for name, item in before.items()}
-        if changed := {name: item for name, item in after.items() if item is not before[name]}:
-            visit.result = copy.copy(value)
-            for name, item in changed.items():
-                object.__setattr__(visit.result, name, item)  # also in a frozen one
-    visit.is_over = True
-    if visit.is_inside_itself and visit.result is not value:
+        result = _mapped_record(function, value, visited)
+    if result is not value and visited[id(value)][1] is _HAS_ITSELF:
         raise ValueError(
             f"a {type(value).__name__} has itself somewhere in it, and its copy with tensors that were moved, cast or "
             "passed on as they are would have this one: pass its tensors to the module, and return them, without it"
         )
-    return visit.result
+    visited[id(value)] = value, result
+    return result
 
 
-class _Visit:
-    """The visit of :func:`mapped` to one container, which it keeps alive, as another might get its id."""
+def _mapped_record(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]]) -> Any:
+    before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    after = {name: mapped(function, item, visited) for name, item in before.items()}
+    changed = {name: item for name, item in after.items() if item is not before[name]}
+    twin = copy.copy(value) if changed else value
+    for name, item in changed.items():
+        object.__setattr__(twin, name, item)  # also in a frozen one
+    return twin
 
-    __slots__ = ("is_inside_itself", "is_over", "result", "value")
 
-    def __init__(self, value: Any) -> None:
-        self.value = self.result = value
-        self.is_over = self.is_inside_itself = False
+def _is_record(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _like_sequence(value: Any, parts: list[Any]) -> Any:
