@@ -34,7 +34,7 @@ from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
-from ppe_ddp.torch_internals import call_uncompiled, is_in_join, uncompiled
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join, outside_inference, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -167,6 +167,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _check_compressor(self, module_state: ModuleState, compressor: Compressor) -> None:
         self._options.check_kept(filter(compressor.has_residual, module_state.names))
 
+    @outside_inference
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group call this together."""
         parent, shares = self._group.group(), self._options.shared_memory
@@ -497,6 +498,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups, specs), "apart": self._is_apart}
         return state
 
+    @outside_inference
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,27 @@ average.takes_divided = average.is_plain_average = True  # type: ignore[attr-def
 
 def is_plain_average(function: object) -> bool:
     """Whether a reduce function declares that it averages, and nothing else."""
-    return bool(getattr(function, "is_plain_average", False))
+    return declares(function, "is_plain_average")
+
+
+def declares(function: object, name: str) -> bool:
+    """Whether ``function`` declares itself what the attribute ``name`` says.
+
+    ``functools.wraps`` copies the attributes of a function to one around it, which may do more.
+
+    Raises:
+        ValueError: ``takes_divided`` was copied, so that nobody knows who is to divide.
+    """
+    value, own = getattr(function, name, False), getattr(function, "__dict__", {})
+    if name not in own or getattr(own.get("__wrapped__"), name, None) is not value:
+        return bool(value)
+    if value and name == "takes_divided" and inspect.unwrap(function) is not average:  # type: ignore[arg-type]
+        raise ValueError(
+            f"functools.wraps has copied takes_divided from {name_of(own['__wrapped__'])} to a reduce_function around "
+            "it: decorate that one with ppe_ddp.functions.takes_divided, too, if it is to get gradients divided by "
+            "the world size already; else set its attribute takes_divided to False"
+        )
+    return False
 
 
 def own_function(function: object) -> str:
@@ -68,9 +89,12 @@ def takes_divided(function: F) -> F:
             gradients.divide(dist.get_world_size(group))  # does nothing if they are divided already
             return dist.all_reduce(gradients.buffer(), group=group, async_op=True)
 
-    Sets the attribute ``takes_divided`` of the function, and returns it.
+    Sets the attribute ``takes_divided`` of the function, and returns it. One that ``functools.wraps`` has copied from
+    another function is refused.
     """
-    function.takes_divided = True  # type: ignore[attr-defined]
+    # Another object than that which was copied.
+    copied = "__wrapped__" in getattr(function, "__dict__", {})
+    function.takes_divided = object() if copied else True  # type: ignore[attr-defined]
     return function
 
 
@@ -155,11 +179,14 @@ class _Overlapped:
 
     def __init__(self, function: ReduceFunction) -> None:
         functools.update_wrapper(self, function, updated=())
-        self.takes_divided = getattr(function, "takes_divided", False)
         self._function = function
         # By group, as ranks may begin the buckets of two groups in different orders. Weakly: its connections end with
         # the last reference.
         self._threads: WeakKeyDictionary[object, _ReduceThread] = WeakKeyDictionary()
+
+    @property
+    def takes_divided(self) -> bool:
+        return declares(self._function, "takes_divided")
 
     def __call__(self, gradients: GradBucket, group: ProcessGroup | None, /) -> Waitable:
         key = self if group is None else group

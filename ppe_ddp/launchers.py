@@ -80,12 +80,25 @@ def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezv
         # Batch scripts often export WORLD_SIZE for tasks of srun, which get their rank from Slurm.
         return None
     rank, world_size = _rank_and_size(environment, "RANK", "WORLD_SIZE")
-    # Kubernetes operators start one process a pod, without LOCAL_RANK.
-    local_rank = _integer(environment, "LOCAL_RANK", default=0)
+    local_rank = _integer(environment, "LOCAL_RANK", default=_other_local_rank(environment, world_size))
     if init_method is None:
         _text(environment, "MASTER_ADDR")
         _port(environment)
     return Rendezvous("torchrun", rank, world_size, local_rank, init_method or "env://")
+
+
+def _other_local_rank(environment: Environment, world_size: int) -> int:
+    """The local rank by mpirun or srun, if they have started as many ranks; else 0.
+
+    Scripts set RANK by that of mpirun or srun, and forget LOCAL_RANK. Kubernetes operators start one process a pod.
+    """
+    known = [(size, local) for _, size, local in _MPIRUN_VARIABLES]
+    if _is_srun_task(environment):
+        known.append((_slurm_size_name(environment), "SLURM_LOCALID"))
+    for size_name, local_name in known:
+        if environment.get(size_name) == str(world_size) and local_name in environment:
+            return _integer(environment, local_name)
+    return 0
 
 
 def _from_mpirun(environment: Environment, init_method: str | None) -> Rendezvous | None:
@@ -139,9 +152,12 @@ def _is_srun_task(environment: Environment) -> bool:
 
 
 def _slurm_rank_and_size(environment: Environment) -> tuple[int, int]:
+    return _rank_and_size(environment, "SLURM_PROCID", _slurm_size_name(environment))
+
+
+def _slurm_size_name(environment: Environment) -> str:
     # SLURM_NTASKS may be that of the whole job, of which a step uses fewer tasks.
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
-    return _rank_and_size(environment, "SLURM_PROCID", size_name)
+    return "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environment else "SLURM_NTASKS"
 
 
 def _slurm_address(environment: Environment) -> str:

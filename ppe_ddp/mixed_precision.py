@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ppe_ddp.functions import name_of
+from ppe_ddp.functions import declares, name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
 
@@ -147,7 +147,7 @@ class _CastingReduce:
         buffer = gradients.buffer()
         if buffer.is_floating_point() and buffer.dtype is not self._dtype:
             gradients.set_buffer(buffer.to(self._dtype))
-        if getattr(self._function, "takes_divided", False):  # divide in the dtype in which they are reduced
+        if declares(self._function, "takes_divided"):  # divide in the dtype in which they are reduced
             gradients.divide(dist.get_world_size(group))
         return self._function(gradients, group)
 

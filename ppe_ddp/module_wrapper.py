@@ -13,7 +13,16 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ppe_ddp.torch_internals import IGNORED_NAMES, mark_ignored, metadata_of, rename_in_checkpoints, set_metadata
+from ppe_ddp.errors import UnusableError
+from ppe_ddp.torch_internals import (
+    IGNORED_NAMES,
+    loading_metadata,
+    mark_ignored,
+    metadata_of,
+    rename_in_checkpoints,
+    saved_buffers,
+    set_metadata,
+)
 
 
 class ModuleWrapper(nn.Module):
@@ -28,11 +37,39 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
         # A function, as a method would keep the wrapper and its hooks alive until garbage collection.
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        super().register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's ``state_dict``, without a prefix; takes the same arguments."""
+        """The wrapped module's ``state_dict``, without a prefix; takes the same arguments.
+
+        Raises:
+            UnusableError: The wrapper itself has got a parameter, a buffer or a submodule with a state, which would be
+                left out.
+        """
+        own = [name for name, part in self.named_children() if name != "module" and part.state_dict(keep_vars=True)]
+        own += [*(name for name, _ in self.named_parameters(recurse=False)), *saved_buffers(self)]
+        if own:
+            raise UnusableError(
+                f"{', '.join(own)}: a tensor or module of the wrapper itself, whose state dict is that of the wrapped "
+                "module alone: give it to the wrapped module before wrapping, or save it apart"
+            )
         return self.module.state_dict(*args, **kwargs)
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Register the hook on the wrapped module, whose state dict this is, and which the hook gets."""
+        return self.module.register_state_dict_pre_hook(hook)
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        """Register the hook on the wrapped module, whose state dict this is, and which the hook gets."""
+        return self.module.register_state_dict_post_hook(hook)
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        """Register the hook on the wrapped module, which loads the state dict, and which the hook gets."""
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """Register the hook on the wrapped module, which loads the state dict, and which the hook gets."""
+        return self.module.register_load_state_dict_post_hook(hook)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """The wrapped module's ``load_state_dict``; a checkpoint of torch's wrapper (``module.``) loads too."""
@@ -67,20 +104,33 @@ def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
     of_class = nn.Module.get_extra_state
     extra = (name for name, part in module.named_modules() if type(part).get_extra_state is not of_class)
     own |= {f"{name}._extra_state".lstrip(".") for name in extra}
-    for key in list(state_dict):
-        name = key[len(prefix) :]
-        inner = f"{prefix}module.{name}"
-        if key.startswith(prefix) and name in own and inner not in state_dict:
-            state_dict[inner] = state_dict.pop(key)
+    names = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    is_own = _is_own(names, own)
+    renamed = [name for name in names if name in own and (is_own or not name.startswith("module."))]
+    state_dict |= {f"{prefix}module.{name}": state_dict.pop(f"{prefix}{name}") for name in renamed}
+    metadata = (loading_metadata() if renamed else None) or {}
+    for inner, _ in module.named_modules():
+        if (version := metadata.get(f"{prefix}{inner}".rstrip("."))) is not None:
+            metadata.setdefault(f"{prefix}module.{inner}".rstrip("."), version)
+
+
+def _is_own(names: Sequence[str], own: Collection[str]) -> bool:
+    """Whether ``names`` of a state dict are the wrapped module's ``own``, and not those of torch's wrapper.
+
+    Not each name tells: the module may have a submodule called ``module``, with parameters called like its own.
+    """
+    torchs = (name.removeprefix("module.") for name in names if name.startswith("module."))
+    return sum(name in own for name in names) >= sum(name in own for name in torchs)
 
 
 def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapping[str, Any]:
     """``state_dict`` without the ``module.`` of torch's wrapper, removed from names that the module has without it."""
     prefix = "module."
+    is_own = _is_own(list(state_dict), own)
     renamed = {
         key: key[len(prefix) :]
         for key in state_dict
-        if key.startswith(prefix) and key not in own and key[len(prefix) :] in own
+        if key.startswith(prefix) and key[len(prefix) :] in own and not (is_own and key in own)
     }
     if not renamed:
         return state_dict

@@ -14,48 +14,105 @@ from torch.nn.utils.rnn import PackedSequence
 
 logger = logging.getLogger("ppe_ddp")
 
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})  # told from containers at once: there may be many
+_UNDER_WAY, _HAS_ITSELF = object(), object()  # in the place of a result
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in ``value``; objects of other kinds are skipped."""
+
+def tensors_in(value: object, visited: dict[int, object] | None = None) -> Iterator[Tensor]:
+    """Every tensor in ``value``; objects of other kinds are skipped.
+
+    A container is visited once, however often it is there: ``visited`` has them by their ids, and keeps them alive.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
+        return
+    if type(value) in _PLAIN:
+        return
+    if not (isinstance(value, list | tuple | Mapping | set | frozenset) or _is_record(value)):
+        return
+    if visited is None:
+        visited = {}
+    if id(value) in visited:
+        return
+    visited[id(value)] = value
+    if isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, visited)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from tensors_in(item, visited)
+    else:
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]
+            yield from tensors_in(getattr(value, field.name, None), visited)
 
 
-def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` applied to its tensors; the same object if none changes."""
+def mapped(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]] | None = None) -> Any:
+    """``value`` with ``function`` applied to its tensors; the same object if none changes.
+
+    A container that is there several times is mapped once: ``visited`` has each and its result, by the id.
+
+    Raises:
+        ValueError: A container has itself somewhere in it, and a tensor in it changes.
+    """
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, PackedSequence):
         moved = function(value.data)
         return value if moved is value.data else value.to(moved.device, moved.dtype)  # type: ignore[arg-type]
-    if isinstance(value, Mapping):
-        items = {key: mapped(function, item) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        return _like_mapping(value, items)
+    if not (isinstance(value, list | tuple | Mapping) or _is_record(value)):
+        return value
+    if visited is None:
+        visited = {}
+    elif (known := visited.get(id(value))) is not None:
+        if known[1] is not _UNDER_WAY and known[1] is not _HAS_ITSELF:
+            return known[1]
+        visited[id(value)] = value, _HAS_ITSELF
+        return value
+    visited[id(value)] = value, _UNDER_WAY
+    result = value
     if isinstance(value, list | tuple):
-        parts = [mapped(function, item) for item in value]
-        if all(part is item for part, item in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-        after = {name: mapped(function, item) for name, item in before.items()}
-        changed = {name: item for name, item in after.items() if item is not before[name]}
-        twin = copy.copy(value) if changed else value
-        for name, item in changed.items():
-            object.__setattr__(twin, name, item)  # also in a frozen one
-        return twin
-    return value
+        parts = [mapped(function, item, visited) for item in value]
+        if any(part is not item for part, item in zip(parts, value, strict=True)):
+            result = _like_sequence(value, parts)
+    elif isinstance(value, Mapping):
+        items = {key: mapped(function, item, visited) for key, item in value.items()}
+        if any(items[key] is not item for key, item in value.items()):
+            result = _like_mapping(value, items)
+    else:
+        result = _mapped_record(function, value, visited)
+    if result is not value and visited[id(value)][1] is _HAS_ITSELF:
+        raise ValueError(
+            f"a {type(value).__name__} has itself somewhere in it, and its copy with tensors that were moved, cast or "
+            "passed on as they are would have this one: pass its tensors to the module, and return them, without it"
+        )
+    visited[id(value)] = value, result
+    return result
+
+
+def _mapped_record(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]]) -> Any:
+    before = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    after = {name: mapped(function, item, visited) for name, item in before.items()}
+    changed = {name: item for name, item in after.items() if item is not before[name]}
+    twin = copy.copy(value) if changed else value
+    for name, item in changed.items():
+        object.__setattr__(twin, name, item)  # also in a frozen one
+    return twin
+
+
+def _is_record(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _like_sequence(value: Any, parts: list[Any]) -> Any:
+    if hasattr(value, "_fields"):
+        return type(value)(*parts)
+    if type(value) is list or not isinstance(value, list):
+        return type(value)(parts)
+    twin = copy.copy(value)  # a subclass may have other arguments, and has other attributes
+    twin[:] = parts
+    return twin
 
 
 def _like_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from numbers import Real
@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ppe_ddp.errors import did_you_mean
-from ppe_ddp.functions import name_of
+from ppe_ddp.functions import declares, name_of
 from ppe_ddp.torch_internals import fits
 
 if TYPE_CHECKING:
@@ -113,6 +113,9 @@ class Options:
     shared_memory: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "average_where_used"):
+            if isinstance(given := getattr(self, name), Iterator):  # it can be read but once
+                object.__setattr__(self, name, tuple(given))
         caps = self.bucket_caps_mb
         if self.check_for_nan_in_grad not in (True, False, "skip"):
             raise ValueError(f'check_for_nan_in_grad is True, False or "skip", not {self.check_for_nan_in_grad!r}')
@@ -189,7 +192,8 @@ class Options:
             raise ValueError(f"device_ids must name one device, not {self.device_ids!r}: one process a device")
         named = self.device_ids[0]
         wanted = torch.device("cuda", named) if isinstance(named, int) else torch.device(named)
-        if device is not None and device.type != "cpu" and wanted != device:
+        is_other = device is not None and wanted not in (device, torch.device(device.type))  # as the current one
+        if device is not None and device.type != "cpu" and is_other:
             raise ValueError(f"device_ids names {wanted}, but the module is on {device}: move it there first")
 
 
@@ -221,6 +225,7 @@ def check_arguments(
     ):
         if function is not None:
             check_call(title, function, arguments)
+            declares(function, "takes_divided")  # refuses one that was copied
     if isinstance(broadcast_buffers, list | tuple | torch.device):
         raise TypeError(
             "the second argument of this DistributedDataParallel is broadcast_buffers (a bool), as in "

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections import OrderedDict
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+    from types import FrameType
 
     from torch.autograd.graph import Node
     from torch.distributed.algorithms.join import Joinable
@@ -230,6 +231,11 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def saved_buffers(module: nn.Module) -> list[str]:
+    """The names of the buffers of ``module`` without its submodules that its state dict has."""
+    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
 def child_table(module: nn.Module) -> dict[str, Any]:
     """The direct submodules of ``module``: its own dictionary."""
     table: dict[str, Any] = module._modules
@@ -259,6 +265,20 @@ def metadata_of(state_dict: object) -> dict[str, Any] | None:
 def set_metadata(state_dict: OrderedDict[str, Any], metadata: dict[str, Any]) -> None:
     """Give a state dict the versions of its modules; without them modules take it for one of their first version."""
     state_dict._metadata = metadata  # type: ignore[attr-defined]
+
+
+def loading_metadata() -> dict[str, Any] | None:
+    """The versions in the state dict that the caller's ``nn.Module.load_state_dict`` loads, as in :func:`metadata_of`.
+
+    Hooks are told only that of their own module; a change reaches the submodules, which are loaded after them.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "load" and frame.f_globals is vars(torch.nn.modules.module):
+            metadata: dict[str, Any] | None = frame.f_locals["metadata"]
+            return metadata
+        frame = frame.f_back
+    return None
 
 
 CHECKPOINT_NAMES = "_fqn_modifiers"
@@ -323,12 +343,25 @@ def is_marked_ignored(tensor: Tensor) -> bool:
 # ---------------------------------------------------------------------- compilation and AMP
 
 
+def outside_inference(function: _Function) -> _Function:
+    """Run ``function`` outside of ``torch.inference_mode()``: what is allocated in it cannot be written later on."""
+
+    @wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return function(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+    return cast("_Function", run)
+
+
 def uncompiled(function: _Function) -> _Function:
-    """Exclude ``function`` from the graphs of ``torch.compile``.
+    """Exclude ``function`` from the graphs of ``torch.compile``, and run it outside of ``torch.inference_mode()``.
 
     The public decorator imports torch._dynamo, which takes two seconds; this one imports it only when it is needed.
     """
-    wrapped: Any = torch._disable_dynamo(function)  # type: ignore[attr-defined,unused-ignore]
+    wrapped: Any = torch._disable_dynamo(outside_inference(function))  # type: ignore[attr-defined,unused-ignore]
     return cast("_Function", wrapped)
 
 
@@ -336,7 +369,7 @@ def uncompiled_hook(function: _Function) -> _Function:
     """Exclude ``function``, which autograd calls, and all that it calls from ``torch.compile``; returns it.
 
     If a whole step is compiled, its ``backward()`` runs with Dynamo active, which would compile every new Python frame.
-    This mark costs a call nothing; :func:`uncompiled` costs two frames and an import.
+    This mark costs a call nothing; :func:`uncompiled` costs three frames and an import.
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -2,8 +2,10 @@
 
 import gc
 import itertools
+import math
 import re
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from failing import ending_within
 from one_process import assert_gradients, mean_gradients, mlp, of_all_ranks, seeded, square
 from ppe_ddp import DistributedDataParallel, FunctionError, PeerAbortedError, average, broadcast, overlapped
+from ppe_ddp.engine import reduction
 from rank_tests import VARIANTS, each_variant, on_two_ranks
 
 
@@ -166,6 +169,60 @@ def test_a_reduce_function_that_changes_shapes(wrong, options):
     hold(wrapper, turns, FunctionError, "changed the shape of", "reduce_function Turns")
     for parameter in wrapper.parameters():
         assert parameter.grad.shape == parameter.shape
+
+
+def replace_tensors(gradients, group):
+    gradients[:] = [gradient / 2 for gradient in gradients]
+
+
+def empty_the_list(gradients, group):
+    gradients.clear()
+
+
+def leave_the_sum_in_the_future(gradients, group):
+    total = gradients.buffer() / 2
+    return dist.all_reduce(total, group=group, async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+NOT_IN_PLACE = [
+    (replace_tensors, "put other tensors in the place of"),
+    (empty_the_list, r"left 0 of \d+ tensors"),
+    (leave_the_sum_in_the_future, "the Future of reduce_function Turns holds another tensor"),
+]
+
+
+@on_two_ranks
+def test_a_reduce_function_whose_result_is_not_in_the_bucket():
+    for k, (wrong, text) in enumerate(NOT_IN_PLACE):
+        turns = Turns(average, wrong)
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2), reduce_function=turns, **VARIANTS[k % len(VARIANTS)])
+        is_late = wrong is leave_the_sum_in_the_future
+        hold(wrapper, turns, FunctionError, text, "reduce_function Turns", culprits=[[0, 1]], is_late=is_late)
+
+
+def return_what_never_ends(*_):
+    return torch.futures.Future()
+
+
+@on_two_ranks
+def test_a_future_that_never_ends():
+    rank, turns = dist.get_rank(), Turns(average, return_what_never_ends)
+    kinds = {
+        "reduce_function": {"reduce_function": turns},
+        "broadcast_function": {"broadcast_function": turns},
+        "hook": {},
+    }
+    for kind, options in kinds.items():
+        turns.right = {"reduce_function": average, "broadcast_function": broadcast, "hook": allreduce_hook}[kind]
+        wrapper = DistributedDataParallel(seeded(Counting), **options)
+        if kind == "hook":
+            wrapper.register_comm_hook(dist.new_group(), turns)
+        square(wrapper, rank)
+        turns.fails = True
+        with mock.patch.object(reduction, "_LATER_SECONDS", -math.inf):  # as if the timeout was over
+            error = fails(lambda wrapper=wrapper: square(wrapper, rank), is_sure=True)
+        assert re.search(rf"what .*{kind} Turns .* returned is not done after", str(error)), error
+        turns.fails = False
 
 
 def set_a_short_buffer(gradients, group):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, of_all_ranks, seeded, square
-from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, UnusableError, average
+from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, Options, UnusableError, average
 from ppe_ddp.testing import Outcome, RankError, Ranks
 from rank_tests import long, on_three_ranks, on_two_ranks
 
@@ -237,6 +237,11 @@ def test_wrong_arguments():
         DistributedDataParallel(module, device_mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")))
     with pytest.raises(ValueError, match="one process a device"):
         DistributedDataParallel(module, device_ids=[0, 1])
+    here = torch.device("cuda", 0)
+    for named in (0, "cuda:0", "cuda", torch.device("cuda")):
+        Options(device_ids=[named]).check_device(here)
+    with pytest.raises(ValueError, match="device_ids names cuda:1, but the module is on cuda:0"):
+        Options(device_ids=[1]).check_device(here)
     wrapper = DistributedDataParallel(module)
     for arguments in [(), (1,), (None, 1)]:
         with pytest.raises(TypeError, match=r"hook"):

@@ -1,6 +1,7 @@
 """Parameters that come to differ between the ranks are named, by a digest in the vote of each step."""
 
 import copy
+import threading
 from contextlib import suppress
 
 import pytest
@@ -252,6 +253,40 @@ def test_no_false_alarm(sharded):
                 one(seed)
     one(9)
     wrapper.check_in_sync()
+
+
+def step_in_the_hook(state, bucket):
+    """As torch's hooks of optimizers that overlap with backward: one rank is done at once, the other a moment later."""
+    dist.all_reduce(bucket.buffer().div_(2))
+    done = torch.futures.Future()
+
+    def end():
+        with torch.no_grad():
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+        done.set_result(bucket.buffer())
+
+    threading.Timer(0.05 * dist.get_rank(), end).start()
+    return done
+
+
+@on_two_ranks
+def test_no_false_alarm_of_a_hook_that_writes_parameters():
+    module = seeded(mlp, 4, 8, 2)
+    wrapper = DistributedDataParallel(module, check_drift="raise")
+    wrapper.register_comm_hook(None, step_in_the_hook)
+
+    def train(steps):
+        for step in range(steps):
+            wrapper.zero_grad()
+            wrapper(data(3, 4, rank=dist.get_rank(), step=step)).pow(2).sum().backward()
+
+    train(4)
+    wrapper.check_in_sync()
+    with torch.no_grad():
+        next(module.parameters()).add_(dist.get_rank())
+    with pytest.raises(DisagreementError):
+        train(2)
 
 
 @on_two_ranks

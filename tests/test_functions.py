@@ -1,6 +1,7 @@
 """What a reduce function declares, and who divides then."""
 
 import contextlib
+import functools
 import gc
 import pickle
 import threading
@@ -172,6 +173,32 @@ class FlatBucket:
 
     def index(self):
         return self._index
+
+
+def around(function):
+    """What `functools.wraps` makes, with a call that copies none of its attributes."""
+
+    @functools.wraps(function)
+    def calls(gradients, group):
+        gradients.buffer().clamp_(max=1.0)
+        return function(gradients, group)
+
+    return calls
+
+
+@on_two_ranks
+def test_declarations_that_functools_has_copied_do_not_count():
+    module = torch.nn.Linear(1, 1, bias=False)
+    function, divided = around(average), takes_divided(around(declared_sum))
+    # It is called: cut to 1 as it comes, or divided by two ranks already and then summed.
+    for reduces, expected in ((function, 1), (overlapped(function), 1), (around(function), 1), (divided, 2)):
+        wrapper = DistributedDataParallel(module, reduce_function=reduces)
+        wrapper.zero_grad()
+        wrapper(torch.full((1, 1), 4.0)).backward()
+        assert module.weight.grad.item() == expected
+    for refused in (around(declared_sum), overlapped(around(declared_sum)), around(around(declared_sum))):
+        with pytest.raises(ValueError, match="copied takes_divided from"):
+            DistributedDataParallel(module, reduce_function=refused)
 
 
 @pytest.mark.parametrize(("function", "declared"), [(average, True), (declared_sum, True), (undeclared_sum, False)])

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, check, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.nested_tensors import mapped, tensors_in
 from rank_tests import each_variant, on_two_ranks
 
 
@@ -93,6 +94,38 @@ def test_outputs_without_gradients_are_the_same_objects_and_start_nothing():
         assert wrapper.trace() is None
     wrapper = DistributedDataParallel(nn.Identity())
     assert wrapper(x) is x
+    sparse = torch.eye(3).to_sparse().requires_grad_()  # has no views
+    assert DistributedDataParallel(seeded(Skippable))(sparse, skips=True)["x"][0] is sparse
+
+
+class Labelled(list):
+    def __init__(self, label, items=()):
+        super().__init__(items)
+        self.label = label
+
+
+def test_containers_that_are_there_several_times_or_in_themselves():
+    tensor = torch.ones(1)
+    level = [tensor]
+    for _ in range(60):  # 2 ** 60 ways to the tensor
+        level = Record([level, level])
+    assert list(tensors_in(level)) == [tensor]
+    twice = mapped(torch.neg, {"a": level, "b": level})
+    assert twice["a"] is twice["b"]
+    assert [item.item() for item in tensors_in(twice)] == [-1]
+    node = Record([tensor], note={})
+    node.note["parent"] = node
+    assert list(tensors_in(node)) == [tensor]
+    assert mapped(lambda one: one, node) is node
+    with pytest.raises(ValueError, match="a Record has itself somewhere in it"):
+        mapped(torch.neg, node)
+
+
+def test_a_list_of_another_kind_keeps_what_else_it_has():
+    before = Labelled("heads", [torch.ones(1), None])
+    after = mapped(torch.neg, before)
+    assert (type(after), after.label, after[0].item(), after[1]) == (Labelled, "heads", -1, None)
+    assert before[0].item() == 1
 
 
 class Skippable(nn.Module):

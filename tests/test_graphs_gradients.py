@@ -61,6 +61,23 @@ def test_a_gradient_that_no_average_fits_into_is_replaced(options):
     check(seeded(Layers), step, **options)
 
 
+@each_variant
+@on_two_ranks
+def test_what_is_made_in_inference_mode_is_of_use_outside(options):
+    module = seeded(Layers)
+    with torch.inference_mode():
+        model = DistributedDataParallel(module, **options)
+        for parameter in module.parameters():
+            parameter.grad = torch.full_like(parameter, dist.get_rank())
+        model.finish_grad_sync()
+    assert {parameter.grad.mean().item() for parameter in module.parameters()} == {0.5}
+    expected = mean_gradients(module, lambda model, rank: backward(model, rank, 0))
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, dist.get_rank(), 0)
+        assert_gradients(module, expected)
+
+
 @on_two_ranks
 def test_a_gradient_of_another_shape_is_an_error_and_moves_no_other():
     module = seeded(Layers)

@@ -72,6 +72,15 @@ PLACES = {
     "torchrun under hydra": (HYDRA | TORCHRUN, ("torchrun", 3, 4, 1)),
     "torchrun under open mpi": (OPEN_MPI | TORCHRUN, ("torchrun", 3, 4, 1)),
     "a pod without a local rank is the first of its machine": (without(TORCHRUN, "LOCAL_RANK"), ("torchrun", 3, 4, 0)),
+    "a script that sets them by slurm's": (
+        SRUN | {"SLURM_LOCALID": "1"} | without(TORCHRUN, "LOCAL_RANK"),
+        ("torchrun", 3, 4, 1),
+    ),
+    "... by open mpi's": (OPEN_MPI | without(TORCHRUN, "LOCAL_RANK"), ("torchrun", 3, 4, 1)),
+    "... in another job than slurm's": (
+        SRUN | {"SLURM_LOCALID": "1", "WORLD_SIZE": "8"} | without(TORCHRUN, "LOCAL_RANK", "WORLD_SIZE"),
+        ("torchrun", 3, 8, 0),
+    ),
     "srun": (SRUN, ("slurm", 2, 4, 0)),
     "srun whose script exports a world size": (SRUN | {"WORLD_SIZE": "4", "MASTER_ADDR": "n"}, ("slurm", 2, 4, 0)),
     "srun that speaks PMI": (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}, ("slurm", 2, 4, 0)),

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from one_process import assert_gradients, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.errors import UnusableError
 from rank_tests import on_two_ranks
 
 
@@ -34,6 +35,14 @@ class Named(Plain):
 
     def forward(self, x):
         return self.norm(self.module(x))
+
+
+class Alike(Plain):
+    """Has a child of that name, with names like its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = Plain()
 
 
 class Extra(Plain):
@@ -61,7 +70,7 @@ class Nested(nn.Module):
         return self.last(self.net(self.first(x)))
 
 
-each_kind = pytest.mark.parametrize("kind", [Plain, Named, Extra], ids=lambda kind: kind.__name__)
+each_kind = pytest.mark.parametrize("kind", [Plain, Named, Alike, Extra], ids=lambda kind: kind.__name__)
 
 
 def saved(state):
@@ -129,6 +138,21 @@ def test_old_checkpoints_keep_their_version():
     del state["module.norm.num_batches_tracked"]
     with pytest.raises(RuntimeError, match=r"Missing key.*norm\.num_batches_tracked"):
         DistributedDataParallel(Plain()).load_state_dict(state)
+
+    class Tenths(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+            if local_metadata.get("version", 1) < 2:
+                state_dict[f"{prefix}bias"] = state_dict[f"{prefix}bias"] * 10
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    own = nn.Sequential(DistributedDataParallel(nn.Sequential(Tenths(1, 1))), DistributedDataParallel(Tenths(1, 1)))
+    for state in (own.state_dict(), nn.Sequential(nn.Sequential(Tenths(1, 1)), Tenths(1, 1)).state_dict()):
+        for _ in range(2):
+            own.load_state_dict(saved(state))
+        for name in ("0.0.bias", "1.bias"):
+            torch.testing.assert_close(own.state_dict()[name], state[name])
 
 
 @on_two_ranks
@@ -232,5 +256,15 @@ def test_hooks_on_the_state_are_called():
     calls = []
     wrapper.module.register_state_dict_post_hook(lambda *_: calls.append("saved"))
     wrapper.module.register_load_state_dict_post_hook(lambda *_: calls.append("loaded"))
+    wrapper.register_state_dict_pre_hook(lambda *_: calls.append("saves"))
+    wrapper.register_state_dict_post_hook(lambda *_: calls.append("has saved"))
+    wrapper.register_load_state_dict_pre_hook(lambda *_: calls.append("loads"))
+    wrapper.register_load_state_dict_post_hook(lambda *_: calls.append("has loaded"))
     wrapper.load_state_dict(wrapper.state_dict())
-    assert calls == ["saved", "loaded"]
+    assert calls == ["saves", "saved", "has saved", "loads", "loaded", "has loaded"]
+    wrapper.loss = nn.MSELoss()
+    wrapper.register_buffer("scratch", torch.ones(1), persistent=False)
+    wrapper.state_dict()  # they have nothing to be saved
+    wrapper.head, wrapper.scale = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
+    with pytest.raises(UnusableError, match="head, scale: a tensor or module of the wrapper itself"):
+        wrapper.state_dict()

@@ -535,7 +535,9 @@ def test_names_that_cannot_be_averaged_where_used():
     for names in ("2.*", "head.*"):
         with pytest.raises(DisagreementError, match=r"rank 1 .*average_where_used \('" + names[0]):
             DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=names if rank else {"0.*"})
-    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=["0.*", "2.*"][:: 1 - 2 * rank])
+    names = ["0.*", "2.*"][:: 1 - 2 * rank]
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used=iter(names), bucket_cap_mb=iter([1, 2]))
+    assert wrapper._options.where_used == ("0.*", "2.*")
     if rank:
         wrapper.finish_grad_sync()
     else:

@@ -261,6 +261,12 @@ def try_parameter_table():
     return norm.running_mean is buffer and norm.weight is weight and output.tolist() == [[0.0, 0.0]] * 2
 
 
+def try_saved_buffers():
+    module = nn.BatchNorm1d(1)
+    module.register_buffer("scratch", torch.ones(1), persistent=False)
+    return internals.saved_buffers(module) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
 def try_only_writes_buffers():
     kinds = [nn.BatchNorm2d(2), nn.SyncBatchNorm(2), nn.InstanceNorm1d(2, track_running_stats=True)]
     others = [nn.BatchNorm2d(2).eval(), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
@@ -285,6 +291,14 @@ def try_metadata_of():
     internals.set_metadata(state, {"": {"version": 1}})  # from before there was num_batches_tracked
     del state["num_batches_tracked"]
     return found == {"": {"version": 2}} and nn.BatchNorm1d(1).load_state_dict(state).missing_keys == []
+
+
+def try_loading_metadata():
+    outer, found = nn.Sequential(nn.Sequential(nn.BatchNorm1d(1))), []
+    outer[0].register_load_state_dict_pre_hook(lambda *_: found.append(internals.loading_metadata()))
+    state = outer.state_dict()
+    outer.load_state_dict(state)
+    return found == [internals.metadata_of(state)] and internals.loading_metadata() is None
 
 
 class _Renamed(nn.Module):
@@ -387,6 +401,11 @@ def try_is_marked_ignored():
     internals.mark_ignored(own)
     found = [internals.is_marked_ignored(tensor) for tensor in (module.weight, own, module.bias)]
     return found == [True, True, False] and getattr(module, internals.IGNORED_NAMES) == ["weight"]
+
+
+def try_outside_inference():
+    with torch.inference_mode():
+        return not internals.outside_inference(lambda: torch.ones(1))().is_inference()
 
 
 def try_call_uncompiled():

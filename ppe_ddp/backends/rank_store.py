@@ -409,7 +409,8 @@ def exchange(
         why = f"has left ({reason})" if reason else f"did not come within the group's timeout of {seconds:g} s"
         raise outcome.error(
             f"rank {rank} of {world_size}: rank {', '.join(map(str, absent))} {why}. All ranks of the group must wrap "
-            "the module together",
+            "the module together. A copy of a wrapper waits for all ranks in its first forward with gradients; "
+            "a rank that alone has one evaluates it in torch.no_grad()",
             absent,
         )
     written = kept_with(group, _stores_of_exchanges)

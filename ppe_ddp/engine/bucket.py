@@ -330,7 +330,7 @@ def concatenate(
 
 def _can_hold(gradient: Tensor, average: Tensor) -> bool:
     """Whether ``average`` can be copied into ``gradient``, which the user may have replaced (``.grad.data = …``)."""
-    same = gradient.dtype is average.dtype and gradient.device == average.device
+    same = gradient.dtype is average.dtype and gradient.device == average.device and not gradient.is_inference()
     return same and (gradient.is_contiguous() or 0 not in gradient.stride())
 
 
@@ -348,6 +348,7 @@ def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:
         and not gradient.requires_grad
         and not gradient.is_neg()
         and not gradient.is_conj()
+        and not gradient.is_inference()
         and sole_owner(gradient)
     )
 

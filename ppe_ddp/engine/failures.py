@@ -474,8 +474,10 @@ class Failures:
         """Delete what this rank has reported; called when no rank uses these connections any more."""
         self._store.delete_all()
 
-    def wait(self, pending: Waitable, device: torch.device) -> Any:
-        """Wait for ``pending`` on ``device``, until it is done or another rank fails.
+    def wait(
+        self, pending: Waitable, device: torch.device, waited: Callable[[float], object] = lambda _seconds: None
+    ) -> Any:
+        """Wait for ``pending`` on ``device``, until it is done or another rank fails, or ``waited(seconds)`` raises.
 
         Raises:
             PeerAbortedError: Another rank has reported a failure.
@@ -483,14 +485,14 @@ class Failures:
         """
         if isinstance(pending, AllPending):
             for part in pending.parts:
-                self.wait(part, device)
+                self.wait(part, device, waited)
             return None
         call = getattr(pending, "work", pending)
         if type(call) is dist.Work and (device.type not in self._on_host or call.is_completed()):
             return pending.wait()  # on a stream of the device, if the host does not wait
         one = call if isinstance(call, Work) else in_flight(call)
         if one is not None and not one.done():
-            self._await(one)
+            self._await(one, waited)
         return pending.wait()
 
     def blocks(self, pending: Waitable, device: torch.device) -> bool:
@@ -501,7 +503,7 @@ class Failures:
         is_on_stream = isinstance(call, dist.Work) and not isinstance(call, Work) and device.type not in self._on_host
         return not (is_on_stream or is_completed(pending))
 
-    def _await(self, one: Work | InFlight) -> None:
+    def _await(self, one: Work | InFlight, waited: Callable[[float], object]) -> None:
         """Wait until ``one`` has ended, and look for failures meanwhile: its transport may not notice them."""
         progress = progress_engine(os.getpid())
         if not isinstance(one, Work) and progress.is_idle:
@@ -528,6 +530,7 @@ class Failures:
                         raise self.lost_error(gone, "") from None
                     raise
             tell()
+            waited(monotonic() - begin)
             if gone := self._lost.gone():
                 gone_since = gone_since or monotonic()
                 if monotonic() - gone_since > _GONE_SECONDS:

@@ -213,9 +213,9 @@ class Reducer(Generic[C]):
     def _with_node(self, output: Tensor) -> Tensor:
         """Return ``output``, or a view of it if it is a leaf (such as an input that is passed on), which has no node.
 
-        A parameter of the module needs no view: it has a hook of its own.
+        A parameter of the module needs no view: it has a hook of its own. A sparse tensor has no views.
         """
-        is_leaf = output.requires_grad and output.grad_fn is None
+        is_leaf = output.requires_grad and output.grad_fn is None and output.layout in (torch.strided, torch.jagged)
         return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
 
     def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
-from ppe_ddp.functions import is_plain_average, name_of
+from ppe_ddp.functions import declares, is_plain_average, name_of
+from ppe_ddp.torch_internals import version_of
 from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ppe_ddp")
 
+_LATER_SECONDS = 1.0
 BLOCKING = frozenset({"a function that blocks"})
 # Backends with ReduceOp.AVG, which divides before it adds, so that half-precision sums do not overflow.
 _AVERAGING = ("nccl", "cupy_nccl")
@@ -50,6 +53,8 @@ class Reduction(ABC):
             :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: a rank alone has its averages already.
         sends_kept: Whether an average may include values that were kept from earlier steps (error feedback).
+        may_write_parameters: Whether parameters may change before all buckets are complete: a hook of torch's kind may
+            step an optimizer.
         may_launch: Tells whether the next bucket can be launched without waiting for earlier ones; None if it always
             can.
         agreed: Its identity, which has to be the same on all ranks; empty for functions, which may differ.
@@ -63,6 +68,7 @@ class Reduction(ABC):
     is_plain_average = False
     sends_nothing = False
     sends_kept = False
+    may_write_parameters = False
     may_launch: Probe | None = None
     agreed = ""
 
@@ -132,7 +138,8 @@ class Reduction(ABC):
         try:
             if self.is_all_reduce:
                 return self.finish_average(pending, device, bucket.names(), bucket.index())
-            return self._groups.failures.wait(pending, device)
+            title = f"{self.title} ({self.describe(bucket)})"
+            return self._groups.failures.wait(pending, device, partial(refuse_late, self._groups, title))
         except Exception as error:
             self._annotate(error, bucket)
             raise
@@ -145,11 +152,22 @@ class Reduction(ABC):
         value = None if pending is None else self.wait(bucket, pending)
         try:
             self._accept(bucket, value)
+            if len(bucket) != len(memory):
+                raise FunctionError(
+                    f"{self.title} left {len(bucket)} of {len(memory)} tensors in its list ({self.describe(bucket)}); "
+                    "it must change their values only"
+                )
             wrong = [name for name, *pair in zip(bucket.names(), bucket, memory, strict=True) if _differ(*pair)]
             if wrong or bucket.buffer().numel() != sum(tensor.numel() for tensor in memory):
                 raise FunctionError(
                     f"{self.title} changed the shape of {wrong or 'the flat buffer'} ({self.describe(bucket)}); "
                     "it must change values only"
+                )
+            pairs = zip(bucket.names(), bucket, memory, strict=True)
+            if elsewhere := [name for name, tensor, slot in pairs if _has_moved(tensor, slot, bucket)]:
+                raise FunctionError(
+                    f"{self.title} put other tensors in the place of {elsewhere} ({self.describe(bucket)}); it must "
+                    "change the values of those in the bucket, as copy_() does, or call set_buffer()"
                 )
         except Exception as error:
             self._annotate(error, bucket)
@@ -201,10 +219,11 @@ class FunctionReduction(Reduction):
     def __init__(self, function: ReduceFunction, groups: Groups) -> None:
         super().__init__(groups)
         self._function = function
-        self._takes_divided = bool(getattr(function, "takes_divided", False))
+        self._takes_divided = declares(function, "takes_divided")
         self.is_plain_average = self.is_all_reduce = is_plain_average(function)
         self.sends_nothing = groups.world_size == 1 and self.is_plain_average
         self.turns = frozenset() if self.is_plain_average else BLOCKING
+        self._given: dict[int, tuple[int, int]] = {}  # address and version of each buffer, by the index of its bucket
 
     def takes_divided(self, device: torch.device) -> bool:
         """As the function declares; for plain averages True unless the backend has ReduceOp.AVG."""
@@ -216,6 +235,7 @@ class FunctionReduction(Reduction):
         return f"reduce_function {name_of(self._function)}"
 
     def _call(self, bucket: GradBucket) -> Waitable | None:
+        self._given[bucket.index()] = bucket.buffer().data_ptr(), version_of(bucket.buffer())
         pending = self._function(bucket, self._groups.buckets)
         if pending is None:
             return pending
@@ -226,6 +246,18 @@ class FunctionReduction(Reduction):
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "
             "in place and return None, or a Work or Future to wait for"
         )
+
+    def _accept(self, bucket: GradBucket, value: object) -> None:
+        """Refuse averages in another tensor, while those in ``bucket`` are as they were given to the function."""
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        flat, given = bucket.buffer(), self._given.pop(bucket.index())
+        is_other = isinstance(value, Tensor) and value.numel() == flat.numel() and value.data_ptr() != flat.data_ptr()
+        if is_other and given == (flat.data_ptr(), version_of(flat)):
+            raise FunctionError(
+                f"the Future of {self.title} holds another tensor, and those in the bucket are as they were "
+                f"({self.describe(bucket)}); it must change them in place, or call set_buffer()"
+            )
 
 
 class HookReduction(Reduction):
@@ -242,7 +274,7 @@ class HookReduction(Reduction):
         self.turns = frozenset(group.group_name for group in users)
         # A hook may start a second collective when its first one is done (PowerSGD does), on any thread. With two
         # buckets in flight, the ranks would issue these collectives in different orders.
-        self.one_at_a_time = bool(users)
+        self.one_at_a_time = self.may_write_parameters = bool(users)
         self.is_all_reduce = not users
         self._state = state
         self._hook = hook
@@ -251,7 +283,7 @@ class HookReduction(Reduction):
         self._is_unfinished = False
         # A hook that keeps no state has None or a process group as its state.
         self.agreed = self.title
-        self.keeps_state_by_index = self.may_resize = state is not None and not hasattr(state, "rank")
+        self.keeps_state_by_index = self.may_resize = not (state is None or isinstance(state, ProcessGroup))
 
     @property
     def title(self) -> str:
@@ -306,6 +338,13 @@ def _differ(tensor: Tensor, memory: Tensor) -> bool:
     return tensor.shape != memory.shape or tensor.stride() != memory.stride()
 
 
+def _has_moved(tensor: Tensor, memory: Tensor, bucket: GradBucket) -> bool:
+    """Whether ``tensor`` is neither where it was, in ``memory``, nor in the buffer of ``bucket``."""
+    flat, address = bucket.buffer(), tensor.data_ptr()
+    start = flat.data_ptr()
+    return tensor.numel() > 0 and address != memory.data_ptr() and not start <= address < start + flat.nbytes
+
+
 def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
     """Whether ``hook`` is one of torch's that do one all-reduce, and ``state`` a group of the ranks of ``parent``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -331,6 +370,16 @@ def call_sync_hooks(hooks: Mapping[int, SyncHook], wrapper: object, rank: int) -
         except Exception as error:
             annotate(error, f"in hook {name_of(hook)} on rank {rank}, before gradients are synchronized")
             raise
+
+
+def refuse_late(groups: Groups, title: str, seconds: float) -> None:
+    """Raise if the Future of a function has taken ``seconds``, by which messages that take so long have raised."""
+    limit = groups.timeout_seconds
+    if seconds > limit + _LATER_SECONDS:
+        raise FunctionError(
+            f"what {title} returned is not done after the group's timeout of {limit:g} s: a Future must be completed "
+            "whatever happens, as by set_exception()"
+        )
 
 
 def annotate(error: Exception, note: str) -> None:

@@ -25,6 +25,7 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import Counter
+from functools import partial
 from itertools import accumulate, compress
 from sys import getrefcount
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import local_tensor
 from ppe_ddp.engine.negotiation import all_reduced
-from ppe_ddp.engine.reduction import annotate
+from ppe_ddp.engine.reduction import annotate, refuse_late
 from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
 from ppe_ddp.engine.zero.shards import flattened, is_dense
 from ppe_ddp.errors import CommunicationError, DisagreementError, FunctionError, PeerAbortedError
@@ -110,7 +111,8 @@ def broadcasting(
             if is_waitable(work):
                 arriving = awaited_once(work, device)
                 yield probe(arriving)
-                groups.failures.wait(arriving, device)
+                title = f"broadcast_function {name_of(used)} (rank {groups.rank})"
+                groups.failures.wait(arriving, device, partial(refuse_late, groups, title))
             elif work is not None:
                 raise FunctionError(
                     f"rank {groups.rank}: broadcast_function returned {type(work).__name__}; it must change the "
@@ -354,7 +356,7 @@ class DriftCheck:
         return field if takes_part else NOT_DUE
 
     def look(self) -> None:
-        """Sum up the next part; called while the vote is in flight, when the host is idle."""
+        """Sum up the next part; called while the vote is in flight, when the host is idle, or after the last bucket."""
         if self._next:
             self._sums = self._add_up(self._next // self.every % self._parts)
             if self._is_on_device:

@@ -518,7 +518,7 @@ class BucketSynchronizer(Synchronizer):
             said={"writers": writers, "parameters": said, "missing": bytes([not backward.lacking <= late.keys()])},
             own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
-        if said is not NOT_DUE and drift is not None:
+        if said is not NOT_DUE and drift is not None and not self.reduction.may_write_parameters:
             drift.look()
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
@@ -568,6 +568,8 @@ class BucketSynchronizer(Synchronizer):
         self.gradients.buffers.trim()
         if self.sharded_parameters is not None:
             self.sharded_parameters.trim()
+        if self.drift is not None and self.reduction.may_write_parameters:
+            self.drift.look()
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round; averaging is linear, so the results can be added."""
