@@ -38,9 +38,9 @@ class ModuleState:
         self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
         self.parameters: list[nn.Parameter] = []  # each once
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
-        self._buffer_slots: list[tuple[str, nn.Module, str]] = []
+        self.buffer_slots: list[tuple[str, nn.Module, str]] = []  # the name, the module, its name for the buffer
         self._walk()
-        self.has_buffers = bool(self._buffer_slots)  # also true if all of them are None now
+        self.has_buffers = bool(self.buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]
@@ -70,7 +70,7 @@ class ModuleState:
                 seen.add(id(parameter))
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
-            self._buffer_slots.extend(
+            self.buffer_slots.extend(
                 (dot + name, owner, name) for name in buffer_table(owner) if dot + name not in self._ignored
             )
 
@@ -92,7 +92,7 @@ class ModuleState:
         """The current buffers by name, each tensor once, without those that are None."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, owner, key in self._buffer_slots:
+        for name, owner, key in self.buffer_slots:
             buffer = buffer_table(owner).get(key)
             if buffer is not None and id(buffer) not in seen:
                 seen.add(id(buffer))
@@ -107,7 +107,7 @@ class ModuleState:
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
         """The modules that have ``buffer``, each with the name under which it has it."""
-        return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
+        return [(owner, key) for _, owner, key in self.buffer_slots if buffer_table(owner).get(key) is buffer]
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether ``module`` is the listed one, with the same parameters, unchanged, in the same submodules.
