@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -291,13 +292,31 @@ def test_a_rank_without_samples_still_sends_what_it_had_written():
                 assert module.some[0].calls == 1 + (step > 0)
 
 
+@on_two_ranks
+def test_a_copy_sends_what_its_original_had_written():
+    wrapper, x = DistributedDataParallel(Chosen()), torch.ones(1, 3)
+    with wrapper.no_sync():
+        wrapper(x, dist.get_rank() == 1).sum().backward()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(wrapper)))
+    twin(x, False).sum().backward()
+    assert twin.module.some[0].calls == 1
+
+
+@pytest.mark.parametrize("place", ["itself", "a larger module"])
 @pytest.mark.parametrize("loads_it", [False, True])
 @on_two_ranks
-def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it):
-    wrapper = DistributedDataParallel(seeded(Pair))
+def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it, place):
+    wrapper, rank = DistributedDataParallel(seeded(Pair)), dist.get_rank()
+    outer = nn.ModuleDict({"part": wrapper})
     with wrapper.no_sync():
-        wrapper(torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
+        wrapper(torch.ones(1, 3), rank == 1).sum().backward()
     state = {"every.bias": torch.zeros(3)} | ({"module.some.calls": torch.tensor(7.0)} if loads_it else {})
-    wrapper.load_state_dict(state, strict=False)
+    if place == "itself":
+        wrapper.load_state_dict(state, strict=False)
+    else:
+        outer.load_state_dict({f"part.{name}": value for name, value in state.items()}, strict=False)
     wrapper(torch.ones(1, 3), False).sum().backward()
     assert wrapper.module.some.calls == (7 if loads_it else 1)
+    wrapper.load_state_dict(wrapper.state_dict()) if place == "itself" else outer.load_state_dict(outer.state_dict())
+    wrapper(torch.ones(1, 3), rank == 1).sum().backward()
+    assert wrapper.module.some.calls == (8 if loads_it else 2)
