@@ -266,6 +266,29 @@ def test_what_one_wrapper_broadcasts_is_no_write_for_another(count):
         assert (first.some[0].calls, first.some[1].backwards) == (step + 1, step + 1)
 
 
+class Masked(nn.Linear):
+    """Has a buffer without memory, and one that forward replaces by a tensor whose elements share memory."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("mask", None)
+        self.register_buffer("like", torch.empty(2, device="meta"))
+
+    def forward(self, x):
+        self.mask = torch.full((1, 3), 1.0 + dist.get_rank()).expand(2, 3)
+        return super().forward(x)
+
+
+@on_two_ranks
+def test_buffers_into_which_nothing_can_be_written():
+    wrapper = DistributedDataParallel(Masked())
+    for _ in range(2):
+        wrapper(torch.ones(1, 3)).sum().backward()
+        wrapper.check_in_sync()
+        assert wrapper.module.mask.equal(torch.ones(2, 3))
+    assert wrapper.module.like.is_meta
+
+
 @on_two_ranks
 def test_a_retained_graph_keeps_its_buffers_where_another_wrapper_has_them_too():
     module = seeded(Scaled)

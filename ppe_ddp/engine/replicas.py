@@ -26,6 +26,7 @@ import weakref
 from bisect import bisect_right
 from collections import Counter
 from itertools import accumulate, compress
+from operator import is_
 from sys import getrefcount
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,7 +39,7 @@ from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import local_tensor
+from ppe_ddp.engine.module import is_expanded, local_tensor
 from ppe_ddp.engine.negotiation import all_reduced
 from ppe_ddp.engine.reduction import annotate
 from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
@@ -253,20 +254,31 @@ def broadcasting_buffers(
     and CommunicationError if the default function failed to communicate.
     """
     buffers = list(module_state.buffers().values())
-    received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
-    yield from broadcasting(function, received, groups, sources=sources)
+    try:
+        received = [buffer.clone() if _is_held(buffer) else buffer for buffer in buffers]
+        yield from broadcasting(function, received, groups, sources=sources)
+    except Exception as error:
+        if unwritable := module_state.unwritable():  # since forward has assigned them
+            annotate(error, f"while buffers were broadcast; {'; '.join(unwritable)}")
+        raise
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
-        if not torch.equal(local_tensor(buffers[k]), local_tensor(received[k])):
+        if is_expanded(local_tensor(buffers[k])) or not torch.equal(*map(local_tensor, (buffers[k], received[k]))):
             _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
+def _is_held(buffer: Tensor) -> bool:
+    """Whether values of another rank cannot be written into a buffer, as a graph may need it, or it is expanded."""
+    return tensor_users(buffer) > 1 or (not buffer.is_contiguous() and is_expanded(local_tensor(buffer)))
+
+
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
-    """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
+    """Replace ``buffer``, which is held (:func:`_is_held`), by ``values`` in the modules at ``places``.
 
     Each place is a module and its name for the buffer. ``references`` is the number of the caller's references to it.
     """
-    if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
+    is_free = _references(buffer) == len(places) + references + 1 and not _is_special(buffer)
+    if is_free or is_expanded(local_tensor(buffer)):
         for owner, key in places:
             buffer_table(owner)[key] = values  # from now on only the graph has the old tensor
     elif all(only_writes_buffers(owner) for owner, _ in places):
@@ -382,6 +394,16 @@ class DriftCheck:
         self._equal = 0  # comparisons since the last difference
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
+
+    def goes_on(self, module_state: ModuleState) -> bool:
+        """Go on with a new listing of a module with equal parameters, as after freezing; returns whether they are."""
+        if module_state.specs != self._specs:
+            return False
+        parameters = module_state.local_parameters()
+        if not all(map(is_, parameters, self._parameters)):
+            self._parameters = parameters
+            self._known.clear()
+        return True
 
     def field(self, *, takes_part: bool) -> bytes:
         """The field of this rank's vote for the part that it has summed last; called in every :attr:`every`-th step.

@@ -158,8 +158,9 @@ class BucketSynchronizer(Synchronizer):
 
         self.gradients = Gradients(module_state, allocate, streams)
         self.negotiation.use_module(module_state)
-        raises = self._policy.check_drift == "raise"
-        self.drift = DriftCheck(self._groups, module_state, raises=raises) if self._policy.check_drift else None
+        if self._policy.check_drift and (self.drift is None or not self.drift.goes_on(module_state)):
+            raises = self._policy.check_drift == "raise"
+            self.drift = DriftCheck(self._groups, module_state, raises=raises)
         self._buffer_writes.use_module(module_state.buffer_slots if self._policy.broadcast_buffers is not None else ())
         self._finite: FiniteCheck | None = None
         self._buckets_of = self._make_buckets()
