@@ -152,7 +152,8 @@ class BufferWrites:
 
     def __init__(self, parent: ProcessGroup) -> None:
         self._table = self._tables.setdefault(parent, weakref.WeakKeyDictionary())
-        self._slots: dict[str, tuple[nn.Module, str, _Known]] = {}
+        # By the name of a buffer: the name of its submodule, the submodule, its own name there, and what is known.
+        self._slots: dict[str, tuple[str, nn.Module, str, _Known]] = {}
         self._lent: list[tuple[_Known, str, tuple[Tensor | None, int]]] = []
 
     def use_module(self, slots: Iterable[tuple[str, nn.Module, str]]) -> None:
@@ -160,8 +161,10 @@ class BufferWrites:
 
         One that is new counts as the same on all ranks; known ones stay as they were noted.
         """
-        self._slots = {name: (owner, key, self._table.setdefault(owner, {})) for name, owner, key in slots}
-        for owner, key, known in self._slots.values():
+        self._slots = {
+            name: (owner_of(name), owner, key, self._table.setdefault(owner, {})) for name, owner, key in slots
+        }
+        for _, owner, key, known in self._slots.values():
             buffer = buffer_table(owner).get(key)
             if buffer is not None:
                 known.setdefault(key, (buffer, _version(buffer)))
@@ -172,7 +175,7 @@ class BufferWrites:
             if known.get(key, entry)[0] is None:
                 known[key] = entry
         self._lent = []
-        for owner, key, known in self._slots.values():
+        for _, owner, key, known in self._slots.values():
             buffer = buffer_table(owner).get(key)
             if buffer is None:
                 known.pop(key, None)
@@ -184,10 +187,11 @@ class BufferWrites:
 
         What it writes into them meanwhile does not count.
         """
-        others = [table for table in self._tables.values() if table is not self._table]
-        for owner, key, known in self._slots.values():
+        for _, owner, key, known in self._slots.values():
             known[key] = None, _WRITTEN if self._is_written(owner, key, known) else _ARRIVING
-            for other in (table[owner] for table in others if owner in table):
+        for table in [table for table in self._tables.values() if table is not self._table]:
+            for _, owner, key, _ in self._slots.values():
+                other = table.get(owner, {})
                 if other.get(key, (None,))[0] is not None:
                     self._lent.append((other, key, other[key]))
                     other[key] = None, other[key][1]
@@ -199,20 +203,17 @@ class BufferWrites:
         then, version = known.get(key, (None, _WRITTEN))
         return version != _ARRIVING and (version != _version(buffer) or (then is not None and then is not buffer))
 
-    @staticmethod
-    def _is_marked(_: nn.Module, key: str, known: _Known) -> bool:
-        return key in known and known[key][1] == _WRITTEN
-
     def of(self, names: Iterable[str], *, marked: bool = False) -> list[bool]:
         """For each submodule with some of the buffers ``names``: whether one of them was written or replaced.
 
         With ``marked`` only what :meth:`mark` has marked counts.
         """
         is_writer: dict[str, bool] = {}
-        looks = self._is_marked if marked else self._is_written
         for name in names:
-            owner = owner_of(name)
-            is_writer[owner] = is_writer.get(owner) or looks(*self._slots[name])
+            prefix, owner, key, known = self._slots[name]
+            if not is_writer.get(prefix):
+                is_marked = key in known and known[key][1] == _WRITTEN
+                is_writer[prefix] = is_marked or (not marked and self._is_written(owner, key, known))
         return list(is_writer.values())
 
     def owners(self, names: Collection[str]) -> list[str]:
@@ -221,8 +222,8 @@ class BufferWrites:
 
     def mark(self, owners: Container[str]) -> None:
         """Mark the buffers of these submodules as written by this rank since the last broadcast."""
-        for name, (_, key, known) in self._slots.items():
-            if owner_of(name) in owners and key in known:
+        for prefix, _, key, known in self._slots.values():
+            if prefix in owners and key in known:
                 known[key] = known[key][0], _WRITTEN
 
 
