@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -89,6 +90,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     """
 
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)  # of wrappers that were made before init_process_group()
+    _copies: ClassVar[dict[str, Iterator[int]]] = defaultdict(partial(itertools.count, 1))  # of each wrapper
 
     def __init__(
         self,
@@ -142,6 +144,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._broadcast_function: BroadcastFunction = broadcast_function or broadcast
         self._precision = Precision(mixed_precision)
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
+        # Loading is no write by a forward, also where a larger module loads its state.
+        self.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        self._written: list[str] = []  # submodules whose buffers are to be marked: after loading, or in a copy's start
         self._synchronizes = True
         self._is_copy = self._is_apart = False
         self._origin = "a new one" if dist.is_initialized() else f"wrapper {next(self._numbers)}"
@@ -154,6 +160,10 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             check_alone()
         self._options.check_names(self._module_state.names)  # raises on all ranks, as their options were compared
         self._precision.cast_buffers(module)
+
+    @property
+    def _copies_key(self) -> str:
+        return f"{self._origin} of ranks {self._group.ranks}"
 
     def _list_tensors(self) -> ModuleState:
         module_state = ModuleState(self.module, self._ignored())
@@ -173,7 +183,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         parent, shares = self._group.group(), self._options.shared_memory
         same = {"init_sync": synchronize, "the wrapper in its first forward": self._origin}
         groups = Groups.duplicate(parent, shared_memory=shares, taken=self._hooks.comm_state.noted, **same)
-        self._origin = f"a copy of wrapper {groups.number}"
+        self._origin = f"wrapper {groups.number}"
+        self._copies.pop(self._copies_key, None)  # of an earlier wrapper of this number
         if EventLog.current is not None:
             EventLog.current.on_groups(groups)
         policy = Policy(
@@ -199,6 +210,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reducer.use_module(self._module_state)
         self._reducer.enabled = self._synchronizes
         self._reducer.synchronizer.weights.is_refused = self._is_apart
+        self._mark_written()
         self._use_hooks()
         if synchronize:
             self._reducer.synchronizer.negotiation.check()
@@ -588,27 +600,55 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load into the wrapped module; a checkpoint of torch's wrapper (with ``module.``) loads, too."""
-        if (reducer := self._reducer) is None:
-            return super().load_state_dict(state_dict, strict, assign)
-        reducer.recover()  # before loading: it may have to broadcast the old buffers
-        written = reducer.synchronizer.written_buffers()
+        self._begin_loading({*state_dict})
         loaded = super().load_state_dict(state_dict, strict, assign)
-        reducer.synchronizer.note_buffers()  # loading does not count as a write by a forward
-        others = {name for name in self._module_state.buffers() if not {name, f"module.{name}"} & state_dict.keys()}
-        reducer.synchronizer.mark_buffers({*written} & {*map(owner_of, others)})
+        self._end_loading()
         return loaded
+
+    def _begin_loading(self, keys: set[str]) -> None:
+        if (reducer := self._reducer) is not None:
+            reducer.recover()  # before loading: it may have to broadcast the old buffers
+            self._written = reducer.synchronizer.written_buffers()
+        others = {name for name in self._module_state.buffers() if not {name, f"module.{name}"} & keys}
+        self._written = [*{*self._written} & {*map(owner_of, others)}]
+
+    def _end_loading(self) -> None:
+        if self._reducer is not None:
+            self._reducer.synchronizer.note_buffers()
+            self._mark_written()
+
+    def _mark_written(self) -> None:
+        assert self._reducer is not None
+        self._reducer.synchronizer.mark_buffers(self._written)
+        self._written = []
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the engine; a copy makes its own in its first forward, on all ranks together."""
         if self._reducer is not None:
             self._hooks.comm_state.noted = self._reducer.groups.taken
         state = self.__dict__.copy()
+        if self._reducer is not None:
+            state["_written"] = self._reducer.synchronizer.written_buffers()
         state["_reducer"] = None
         state["_is_copy"] = self._reducer is not None or self._is_copy
         del state["_module_state"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore, and list the module's tensors again."""
+        """Restore, and list the module's tensors again.
+
+        The copies of one wrapper are counted, so that none is averaged with another one's on other ranks.
+        """
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._origin = f"copy {next(self._copies[self._copies_key])} of {self._origin}"
         self._module_state = ModuleState(self.module, self._ignored())
+
+
+def _before_loading(wrapper: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    assert isinstance(wrapper, DistributedDataParallel)
+    wrapper._begin_loading({key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)})
+
+
+def _after_loading(wrapper: nn.Module, _: object) -> None:
+    assert isinstance(wrapper, DistributedDataParallel)
+    wrapper._end_loading()

@@ -114,6 +114,16 @@ def current_node() -> Node | None:
     return node
 
 
+def is_captured(leaf: Tensor) -> bool:
+    """Whether the graph task on this thread is that of an ``autograd.grad`` of ``leaf``, which requires gradients."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        node_is_executed()(node)
+    except RuntimeError:  # torch does not tell it of such a leaf
+        return True
+    return False
+
+
 def accumulates_below(top: Node | None = None) -> bool:
     """Whether the graph task on this thread accumulates gradients below ``top``; ``autograd.grad`` does not.
 

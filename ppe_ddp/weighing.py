@@ -22,6 +22,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+from torch import distributed as dist
 
 from ppe_ddp.errors import DisagreementError, UnusableError
 from ppe_ddp.torch_internals import (
@@ -31,6 +32,7 @@ from ppe_ddp.torch_internals import (
     at_end_of_backward,
     fits,
     graph_task,
+    is_captured,
     node_is_executed,
     uncompiled_hook,
     version_of,
@@ -61,23 +63,24 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     Call ``weigh(loss, tokens).backward()`` in place of ``loss.backward()``. After synchronization ``.grad`` is then the
     gradient of the mean over the tokens of all ranks, and of all backwards under ``no_sync()`` since the last
     synchronization; each may have another number of tokens. It works without a launcher, too, on one rank with a
-    wrapper.
+    wrapper, after ``init_process_group()``.
 
     A rank whose counts are all 0 contributes nothing, even if its loss is NaN, and gets the averages. A rank without a
     backward calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts.
 
     Args:
         loss: A floating-point tensor of any shape: a mean over ``count`` samples or tokens.
-        count: Finite and not negative; a number, or a tensor of one element, for which the host waits. The sum of a
-            rank's counts is sent as float32: integers up to 16,777,216 are exact.
+        count: Finite and not negative; a number, or a tensor of one element, for which the host waits. It is rounded to
+            the loss's dtype. The sum of a rank's counts is sent as float32: integers up to 16,777,216 are exact.
 
     Returns:
         The loss times the count. Call ``backward()`` on it, but print the given loss.
 
     Raises:
         ValueError: The count is negative, infinite, NaN, or too large or small for float32 or for the loss's dtype.
-        UnusableError: In the backward: ``.grad`` holds averages already, or gradients of losses without a weight; or
-            the backward comes to no wrapper.
+        UnusableError: The loss has a weight already. Or, in the backward: ``.grad`` holds averages already, or
+            gradients of losses without a weight; the backward comes to no wrapper, or is that of
+            ``torch.autograd.grad``; gradients that were all zero have been changed in place.
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number, limits = float(count), torch.finfo(loss.dtype)
@@ -87,9 +90,14 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
             f"weigh() needs a finite count that is not negative, 0 or from {least:g} to {most:g} for a loss of "
             f"{loss.dtype}, not {number}: divide the counts of all ranks by the same number"
         )
+    if loss.grad_fn in _Weigh.alive:
+        raise UnusableError(_TWICE)
     Weights.were_used = True
     weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
     return weighed
+
+
+_TWICE = "a loss has a weight already: call weigh(loss, count) once, on what has none"
 
 
 class _Weigh(torch.autograd.Function):
@@ -99,7 +107,8 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: float) -> Tensor:
-        ctx.count, ctx.executions, ctx.end, ctx.thread, ctx.is_counted = count, 0, lambda: None, 0, False
+        ctx.count = float(torch.tensor(count, dtype=loss.dtype, device="cpu"))  # what gradients are multiplied by
+        ctx.executions, ctx.end, ctx.thread, ctx.task, ctx.is_counted = 0, lambda: None, 0, -1, False
         _Weigh.alive.add(ctx)
         return loss * count  # not divided by a number of this rank's, as graphs that communicate mix gradients of ranks
 
@@ -108,7 +117,7 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         end = partial(_Weigh.has_ended, ctx)
         at_end_of_backward(end)
-        ctx.end, ctx.thread = weakref.ref(end), get_ident()  # it is gone, too, if the backward raises
+        ctx.end, ctx.thread, ctx.task = weakref.ref(end), get_ident(), graph_task()  # gone, too, if the backward raises
         Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.count, None
@@ -118,12 +127,25 @@ class _Weigh(torch.autograd.Function):
     def has_ended(ctx: Any) -> None:
         """Note that a backward is over, and hold it to have come to a wrapper."""
         ctx.end = lambda: None
-        if not ctx.is_counted and accumulates_below(ctx):
+        if ctx.is_counted:
+            return
+        if not accumulates_below(ctx):
+            if Weights.are_asked_for():
+                raise UnusableError(
+                    "torch.autograd.grad(weigh(loss, count), parameters) multiplies gradients by the count, and "
+                    "nothing divides them: take it of the loss itself, or call backward() on weigh(loss, count)"
+                )
+            return
+        if not (dist.is_available() and dist.is_initialized()):
             raise UnusableError(
-                "the backward of weigh(loss, count) has come to no wrapper, and nothing divides its gradients by the "
-                "count: call weigh() outside of checkpoints with use_reentrant=True, pass gradients on by autograd (no "
-                "detach()), and wrap the module where there is one rank, too"
+                "weigh(loss, count) needs init_process_group() before the forward, with one rank too: nothing divides "
+                "its gradients by the count"
             )
+        raise UnusableError(
+            "the backward of weigh(loss, count) has come to no wrapper, and nothing divides its gradients by the "
+            "count: call weigh() outside of checkpoints with use_reentrant=True, pass gradients on by autograd (no "
+            "detach()), and wrap the module where there is one rank, too"
+        )
 
 
 class Weights:
@@ -151,6 +173,7 @@ class Weights:
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: _Versions = []  # None if no comparison is needed
+        self._left_zeros = False  # whether these gradients are known to be zeros
         self._is_dropped = False  # a step has failed and left no gradient that the user could drop
         self._task = -1
         self._is_used = False
@@ -184,7 +207,7 @@ class Weights:
                 "checkpoints in one step around the wrapper have use_reentrant=False"
             )
         if not has_gradients and (self._is_dropped or self._left != versions):
-            self.settle()  # the user has dropped the gradients that were counted before
+            self._drop(versions)
         if not new:
             if self.is_weighed:
                 raise UnusableError(
@@ -203,6 +226,9 @@ class Weights:
         """The losses of the backward on this thread, each with the number of its execution there."""
         nodes = list(_Weigh.alive)
         behind = [node for node in nodes if self._is_executed(node)]
+        task = graph_task()
+        if behind and any(node.task == task and node.end() is not None for node in nodes if node not in behind):
+            raise UnusableError(_TWICE)  # autograd counts the root of a backward as executed only if nothing is below
         if not behind:  # in a reentrant checkpoint they are in the backward around it, which on a CPU is of this thread
             is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
             running = (node for node in nodes if node.end() is not None)
@@ -210,6 +236,12 @@ class Weights:
         for node in behind:
             node.is_counted = True
         return {node: node.executions + (node.end() is None) for node in behind}
+
+    @classmethod
+    def are_asked_for(cls) -> bool:
+        """Whether the running ``autograd.grad`` is that of a parameter of some wrapper."""
+        parameters = (one for weights in list(cls._all) for one in weights.parameters)
+        return any(is_captured(one) for one in parameters if one.requires_grad)
 
     @classmethod
     def look_all(cls) -> None:
@@ -243,7 +275,8 @@ class Weights:
         # If some gradient is not zero, zeros found later show that it was dropped, and versions are not needed. Not on
         # GPUs, for which the host would wait.
         is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
-        self._left = None if is_on_cpu and self._has_nonzero(gradients) else _versions(gradients)
+        has_nonzero = is_on_cpu and self._has_nonzero(gradients)
+        self._left, self._left_zeros = None if has_nonzero else _versions(gradients), is_on_cpu and not has_nonzero
 
     @classmethod
     def _note_failure(cls) -> None:
@@ -265,6 +298,17 @@ class Weights:
             del self._counted[node]
         self.total, self.is_weighed, self.is_nothing, self._is_dropped = 0.0, False, False, False
 
+    def _drop(self, versions: _Versions) -> None:
+        """Drop the counts, as the user has dropped the gradients that were counted, by the ``versions`` of zeros."""
+        is_same = [one for one, _ in self._left or ()] == [one for one, _ in versions or ()]
+        if self.is_weighed and self._left_zeros and is_same and self._left != versions and not self._is_dropped:
+            raise UnusableError(
+                "gradients of weighed losses, which were all zero, have been changed in place before they were "
+                "synchronized, and it does not show whether they were cleared: clear them by zero_grad() of the "
+                "wrapper, or with set_to_none=True; clip or scale gradients after the synchronization"
+            )
+        self.settle()
+
     def are_zeros(self) -> bool:
         """Whether all gradients of a synchronization without a backward are zero; False if no rank has weighed."""
         return (self._is_used or self.were_used) and not self._has_nonzero(self._gradients())
@@ -275,7 +319,7 @@ class Weights:
             gradients = self._gradients()  # of NaN, where the counts are 0
             is_kept = self._has_nonzero(gradients) if self._left is None else self._left == _versions(gradients)
             if not is_kept:
-                self.settle()  # the user has dropped the gradients that were counted before
+                self._drop(_versions(gradients))
         if self.is_weighed and not silent:
             return struct.pack(">I", struct.unpack(">I", struct.pack(">f", self.total))[0] + 1)
         return SAID[has_gradients]

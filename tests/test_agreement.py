@@ -95,11 +95,14 @@ def test_one_rank_wraps_otherwise(option):
     square(DistributedDataParallel(seeded(mlp, 4, 2)))
 
 
+@pytest.mark.parametrize("wrappers", [1, 2])
 @on_two_ranks
-def test_copies_of_wrappers_come_to_their_first_forward_in_one_order():
-    copies = copy.deepcopy([DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(2)])
+def test_copies_of_wrappers_come_to_their_first_forward_in_one_order(wrappers):
+    """Two copies: of one wrapper, or of two."""
+    originals = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(wrappers)]
+    copies = [copy.deepcopy(originals[-k]) for k in range(2)]
     order = copies if dist.get_rank() == 0 else copies[::-1]
-    text = "the wrapper in its first forward is not the same on all ranks: a copy of wrapper 1 on rank 0, a copy of"
+    text = r"the wrapper in its first forward is not the same on all ranks: copy 1 of wrapper 1 on rank 0, copy \d of"
     with pytest.raises(DisagreementError, match=text):
         order[0](torch.ones(3, 4))
     for model in copies:

@@ -38,7 +38,7 @@ class Pieces(nn.Module):
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, nn.Parameter(parameter))
-        self.register_buffer("count", torch.zeros(buffer))
+        self.register_buffer("count", None if buffer is None else torch.zeros(buffer))
 
     def forward(self, x):
         return sum((x.mean() * parameter).sum() for parameter in self.parameters())
@@ -58,6 +58,7 @@ DIFFERENT = {
         r"'a'.* strides \(60, 1, 15, 3\).* where .*'a'.* strides \(60, 20, 5, 1\)",
     ),
     "buffer": (COMMON, {"buffer": 3}, r"buffer 'count' torch.float32 \(3,\).* where .*\(2,\)"),
+    "no buffer": (COMMON, {"buffer": None}, r"buffer 'count' torch.float32 \(2,\), which rank 0 has"),
 }
 
 
@@ -205,18 +206,26 @@ def test_lazy_parameters_are_refused_by_name():
     square(DistributedDataParallel(module), dist.get_rank())
 
 
-@pytest.mark.parametrize("what", ["parameter", "buffer"])
+@pytest.mark.parametrize(
+    ("what", "odd", "text"),
+    [
+        ("parameter", torch.ones(1, 3).expand(3, 3), "has several elements in one place"),
+        ("buffer", torch.ones(1, 3).expand(3, 3), "has several elements in one place"),
+        ("buffer", torch.ones(3, 3).to_sparse(), "is torch.sparse_coo"),
+    ],
+    ids=["parameter", "buffer", "sparse"],
+)
 @pytest.mark.parametrize("odd_ranks", [[1], [0, 1]], ids=["one rank", "all"])
 @on_two_ranks
-def test_expanded_tensors_are_refused_by_name(what, odd_ranks):
+def test_tensors_that_cannot_be_written_are_refused_by_name(what, odd, text, odd_ranks):
     rank = dist.get_rank()
     module = seeded(mlp, 4, 3, 2)
-    own = torch.ones(1, 3) if rank in odd_ranks else torch.ones(3, 3)
+    own = odd if rank in odd_ranks else torch.ones(3, 3)
     if what == "parameter":
-        module[2].odd = nn.Parameter(own.expand(3, 3), requires_grad=False)
+        module[2].odd = nn.Parameter(own, requires_grad=False)
     else:
-        module[2].register_buffer("odd", own.expand(3, 3))
-    with pytest.raises(ValueError, match=rf"rank {odd_ranks[0]}: several elements of {what} '2.odd' are") as caught:
+        module[2].register_buffer("odd", own)
+    with pytest.raises(ValueError, match=rf"rank {odd_ranks[0]}: the values .* {what} '2.odd' {text}") as caught:
         DistributedDataParallel(module)
     raised_everywhere(caught.value)
     # A dimension of one element has no second one in its place.

@@ -80,6 +80,22 @@ def test_every_flipped_bit_is_seen_within_one_round(shapes, dtype, place, least_
         assert sum(found) == 1
 
 
+def test_a_new_listing_with_equal_parameters_forgets_no_sums():
+    groups, module = Steps(), nn.Linear(64, 64)
+    check, fields = DriftCheck(groups, ModuleState(module), raises=False), []
+    for value in (0.0, 1.0):
+        groups.step = check.every
+        check.field(takes_part=True)
+        with torch.no_grad():
+            module.weight.fill_(value)
+            check.look()
+        assert check.goes_on(ModuleState(module.requires_grad_(value == 0)))
+        groups.step += check.every
+        fields.append(check.field(takes_part=True))
+    assert differs(maxima(*fields))
+    assert not check.goes_on(ModuleState(nn.Linear(64, 65)))
+
+
 def test_ranks_that_speak_of_other_steps_are_not_compared():
     module = mlp(4, 5, 2)
     first, second = list(fields_of(module, 3)), list(fields_of(mlp(4, 5, 2), 3))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import data, of_all_ranks, seeded
-from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, broadcast
+from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, broadcast, weigh
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -219,13 +220,126 @@ def test_a_failed_step_forgets_no_statistic(fails_in, replaces):
     assert model.some.calls == 3
 
 
+class Observer(torch.autograd.Function):
+    """Counts its backwards."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.count.add_(1)
+        return gradient, None
+
+
+class Observed(nn.Linear):
+    """Counts its backwards."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("backwards", torch.zeros(()))
+
+    def forward(self, x):
+        return Observer.apply(super().forward(x), self.backwards)
+
+
+class Chosen(nn.Module):
+    """Layers that count, for some ranks, before a head of its own."""
+
+    def __init__(self, some=None):
+        super().__init__()
+        self.some, self.head = some or nn.Sequential(Counting(False), Observed()), nn.Linear(3, 1)
+
+    def forward(self, x, uses_some):
+        return self.head(self.some(x) if uses_some else x)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@on_two_ranks
+def test_what_one_wrapper_broadcasts_is_no_write_for_another(count):
+    first = Chosen()
+    wrappers = [DistributedDataParallel(Chosen(first.some)) for _ in range(count)]
+    for step in range(4):
+        wrappers[step % count](torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
+        assert (first.some[0].calls, first.some[1].backwards) == (step + 1, step + 1)
+
+
+class Masked(nn.Linear):
+    """Has a buffer without memory, and one that forward replaces by a tensor whose elements share memory."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("mask", None)
+        self.register_buffer("like", torch.empty(2, device="meta"))
+
+    def forward(self, x):
+        self.mask = torch.full((1, 3), 1.0 + dist.get_rank()).expand(2, 3)
+        return super().forward(x)
+
+
+@on_two_ranks
+def test_buffers_into_which_nothing_can_be_written():
+    wrapper = DistributedDataParallel(Masked())
+    for _ in range(2):
+        wrapper(torch.ones(1, 3)).sum().backward()
+        wrapper.check_in_sync()
+        assert wrapper.module.mask.equal(torch.ones(2, 3))
+    assert wrapper.module.like.is_meta
+
+
+@on_two_ranks
+def test_a_retained_graph_keeps_its_buffers_where_another_wrapper_has_them_too():
+    module = seeded(Scaled)
+    wrapper, _other = DistributedDataParallel(module), DistributedDataParallel(nn.Sequential(module))
+    value = loss(wrapper, 0)
+    value.backward(retain_graph=True)
+    value.backward()
+    everyone = of_all_ranks(module.scale)
+    assert torch.equal(everyone[0], everyone[1])
+
+
+@on_two_ranks
+def test_a_rank_without_samples_still_sends_what_it_had_written():
+    rank, module, x = dist.get_rank(), Chosen(), torch.ones(1, 3)
+    wrapper = DistributedDataParallel(module, check_for_nan_in_grad="skip")
+    weigh(wrapper(x if rank else x * torch.nan, rank == 1), 3).sum().backward()  # dropped
+    weigh(wrapper(x, False), 3 * (rank == 0)).sum().backward()
+    assert (module.some[0].calls, module.some[1].backwards) == (1, 1)
+    with wrapper.join():
+        for step in range(1 if rank == 0 else 3):
+            with wrapper.no_sync() if step == 0 else contextlib.nullcontext():
+                wrapper(x, rank == 0).sum().backward()
+            if rank == 1:
+                assert module.some[0].calls == 1 + (step > 0)
+
+
+@on_two_ranks
+def test_a_copy_sends_what_its_original_had_written():
+    wrapper, x = DistributedDataParallel(Chosen()), torch.ones(1, 3)
+    with wrapper.no_sync():
+        wrapper(x, dist.get_rank() == 1).sum().backward()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(wrapper)))
+    twin(x, False).sum().backward()
+    assert twin.module.some[0].calls == 1
+
+
+@pytest.mark.parametrize("place", ["itself", "a larger module"])
 @pytest.mark.parametrize("loads_it", [False, True])
 @on_two_ranks
-def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it):
-    wrapper = DistributedDataParallel(seeded(Pair))
+def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it, place):
+    wrapper, rank = DistributedDataParallel(seeded(Pair)), dist.get_rank()
+    outer = nn.ModuleDict({"part": wrapper})
     with wrapper.no_sync():
-        wrapper(torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
+        wrapper(torch.ones(1, 3), rank == 1).sum().backward()
     state = {"every.bias": torch.zeros(3)} | ({"module.some.calls": torch.tensor(7.0)} if loads_it else {})
-    wrapper.load_state_dict(state, strict=False)
+    if place == "itself":
+        wrapper.load_state_dict(state, strict=False)
+    else:
+        outer.load_state_dict({f"part.{name}": value for name, value in state.items()}, strict=False)
     wrapper(torch.ones(1, 3), False).sum().backward()
     assert wrapper.module.some.calls == (7 if loads_it else 1)
+    wrapper.load_state_dict(wrapper.state_dict()) if place == "itself" else outer.load_state_dict(outer.state_dict())
+    wrapper(torch.ones(1, 3), rank == 1).sum().backward()
+    assert wrapper.module.some.calls == (8 if loads_it else 2)

@@ -94,14 +94,17 @@ def test_a_long_mask_goes_in_one_message_from_the_second_time_on(monkeypatch):
     ranks.close()
 
 
-@given(st.lists(st.sets(st.integers(0, 64_999), max_size=4), max_size=5))
+@given(st.lists(st.tuples(*[st.sets(st.integers(0, most), max_size=4) for most in (64_999, 254)]), max_size=5))
 def test_the_lowest_rank_is_named_by_two_digits(users):
-    ranks = sorted(set().union(*users, {0}))
-    first = [highest_digits([rank in those for those in users], rank) for rank in ranks]
+    """Of ranks that are known at the first digit already, and of some that are known at the second one."""
+    ranks = sorted(set().union(*(those | late for those, late in users), {0}))
+    first = [highest_digits([rank in those for those, _ in users], rank) for rank in ranks]
     agreed = bytes(map(max, zip(*first, strict=True)))
-    second = [lowest_digits(agreed, [rank in those for those in users], rank) for rank in ranks]
+    second = [lowest_digits(agreed, [rank in those | late for those, late in users], rank) for rank in ranks]
     named = ranks_named(agreed, bytes(map(max, zip(*second, strict=True))), default=-1)
-    assert named == [min(those, default=-1) for those in users]
+    for (those, late), rank in zip(users, named, strict=True):
+        known = not those or min(those) < 255
+        assert rank == min(those | late if known else those, default=-1)
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=3))

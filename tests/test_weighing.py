@@ -775,6 +775,43 @@ def test_a_backward_that_comes_to_no_wrapper(how):
     assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
 
 
+def test_a_backward_before_init_process_group():
+    with pytest.raises(UnusableError, match=r"needs init_process_group\(\)"):
+        weigh(nn.Linear(4, 2)(torch.ones(3, 4)).mean(), 3).backward()
+
+
+@on_two_ranks
+def test_a_loss_has_one_weight_which_a_backward_takes():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    counts = [257, 2 * 257]  # which bfloat16 rounds alike
+
+    def loss(step=0):
+        return loss_of(wrapper, rank, step)
+
+    with pytest.raises(UnusableError, match="has a weight already"):
+        weigh(weigh(loss(), 2), 3)
+    with pytest.raises((UnusableError, PeerAbortedError), match="has a weight already"):
+        weigh(loss() + weigh(loss(), 2), 3).backward()
+    wrapper.zero_grad()
+    parameters = list(module.parameters())
+    with pytest.raises(UnusableError, match=r"autograd.grad\(weigh\(loss, count\), parameters\)"):
+        torch.autograd.grad(weigh(loss(), 2), parameters)
+    for roots in (
+        lambda: [weigh(loss(), counts[rank]), 2 * weigh(0 * loss(), 0)],
+        lambda: [weigh(loss().bfloat16(), counts[rank])],
+    ):
+        wrapper.zero_grad()
+        torch.autograd.backward(roots())
+        assert_gradients(module, expected(seeded(mlp, 4, 5, 2), counts))
+    wrapper.zero_grad()
+    with wrapper.no_sync():
+        weigh(0 * loss(), 100).backward()
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    with pytest.raises((UnusableError, PeerAbortedError), match="all zero, have been changed in place"):
+        weigh(loss(), 3).backward()
+
+
 @on_two_ranks
 def test_wrappers_of_one_rank_that_share_parameters():
     """Of one module, and one inside the other."""

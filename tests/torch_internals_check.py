@@ -51,6 +51,15 @@ def try_node_is_executed():
     return seen == [True, False, True, True, False, False]
 
 
+def try_is_captured():
+    asked, other, seen = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(())), []
+    output = asked * other
+    output.register_hook(lambda _: seen.extend(map(internals.is_captured, (asked, other))))
+    torch.autograd.grad(output, asked, retain_graph=True)
+    output.backward()
+    return seen == [True, False, False, False]
+
+
 def try_register_first_hook():
     events = []
     output = nn.Parameter(torch.ones(())) * 2

@@ -153,6 +153,10 @@ class Backward:
         self.exchanges, self.buffers, self.is_writer = exchanges, buffers, is_writer
         self.recorder.asked_at = perf_counter_ns()
 
+    def note_writers(self, is_writer: Sequence[bool]) -> None:
+        """Note what this rank's vote tells of the writers of buffers, some of which only backward writes."""
+        self.is_writer = is_writer
+
     @property
     def is_agreed(self) -> bool:
         """Whether the agreed mask has arrived."""

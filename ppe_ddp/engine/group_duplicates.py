@@ -290,13 +290,18 @@ class GroupHandle:
             )
         return default_group()
 
+    @property
+    def ranks(self) -> list[int] | None:
+        """The ranks of the group; None for the default group."""
+        group = self._group
+        if group is None or group is dist.group.WORLD or not is_registered(group):
+            return self._ranks
+        return dist.get_process_group_ranks(group)
+
     def __deepcopy__(self, memo: dict[int, object]) -> GroupHandle:
         """The handle itself: a group is a connection, not a value."""
         return self
 
     def __reduce__(self) -> tuple[type[GroupHandle], tuple[None, list[int] | None]]:
         """Only the ranks are pickled, and none for the default group."""
-        group = self._group
-        if group is None or group is dist.group.WORLD or not is_registered(group):
-            return GroupHandle, (None, self._ranks)
-        return GroupHandle, (None, dist.get_process_group_ranks(group))
+        return GroupHandle, (None, self.ranks)

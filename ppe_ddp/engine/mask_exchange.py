@@ -76,17 +76,21 @@ def highest_digits(is_writer: Sequence[bool], rank: int) -> bytes:
 
 
 def lowest_digits(agreed: bytes, is_writer: Sequence[bool], rank: int) -> bytes:
-    """The second field, given the maxima ``agreed`` of the first: only ranks with the smallest first digit write."""
+    """The second field, given the maxima ``agreed`` of the first: only ranks with the smallest first digit write.
+
+    Of an item that none has named in the first field, a rank below 255 may still be the writer.
+    """
     own = _BASE - rank // _BASE
+    named = (own, 0) if own == _BASE else (own,)
     return bytes(
-        _BASE - rank % _BASE if here and first == own else 0 for here, first in zip(is_writer, agreed, strict=True)
+        _BASE - rank % _BASE if here and first in named else 0 for here, first in zip(is_writer, agreed, strict=True)
     )
 
 
 def ranks_named(first: bytes, second: bytes, default: int) -> list[int]:
     """The lowest writer of each item, decoded from the maxima of both fields; ``default`` for an item without one."""
     return [
-        (_BASE - high) * _BASE + _BASE - low if high and low else default
+        (_BASE - (high or _BASE)) * _BASE + _BASE - low if low else default
         for high, low in zip(first, second, strict=True)
     ]
 

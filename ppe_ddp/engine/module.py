@@ -38,9 +38,9 @@ class ModuleState:
         self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
         self.parameters: list[nn.Parameter] = []  # each once
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
-        self._buffer_slots: list[tuple[str, nn.Module, str]] = []
+        self.buffer_slots: list[tuple[str, nn.Module, str]] = []  # the name, the module, its name for the buffer
         self._walk()
-        self.has_buffers = bool(self._buffer_slots)  # also true if all of them are None now
+        self.has_buffers = bool(self.buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]
@@ -70,7 +70,7 @@ class ModuleState:
                 seen.add(id(parameter))
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
-            self._buffer_slots.extend(
+            self.buffer_slots.extend(
                 (dot + name, owner, name) for name in buffer_table(owner) if dot + name not in self._ignored
             )
 
@@ -89,25 +89,26 @@ class ModuleState:
         return parameters | {f"buffer {name!r}": b for name, b in self.buffers().items() if is_distributed(b)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The current buffers by name, each tensor once, without those that are None."""
+        """The current buffers by name, each tensor once, without those that are None or on the meta device."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, owner, key in self._buffer_slots:
+        for name, owner, key in self.buffer_slots:
             buffer = buffer_table(owner).get(key)
-            if buffer is not None and id(buffer) not in seen:
+            if buffer is not None and id(buffer) not in seen and not buffer.is_meta:
                 seen.add(id(buffer))
                 found[name] = buffer
         return found
 
-    def expanded(self) -> list[str]:
-        """The names, for messages, of parameters and buffers whose elements share memory (stride 0)."""
+    def unwritable(self) -> list[str]:
+        """What keeps the values of another rank from being written into parameters and buffers: a clause for each."""
         parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
         buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
-        return [name for name, tensor in chain(parameters, buffers) if _is_expanded(local_tensor(tensor))]
+        found = ((name, _obstacle(local_tensor(tensor))) for name, tensor in chain(parameters, buffers))
+        return [f"{name} {obstacle}" for name, obstacle in found if obstacle]
 
     def places_of(self, buffer: Tensor) -> list[tuple[nn.Module, str]]:
         """The modules that have ``buffer``, each with the name under which it has it."""
-        return [(owner, key) for _, owner, key in self._buffer_slots if buffer_table(owner).get(key) is buffer]
+        return [(owner, key) for _, owner, key in self.buffer_slots if buffer_table(owner).get(key) is buffer]
 
     def is_current(self, module: nn.Module) -> bool:
         """Whether ``module`` is the listed one, with the same parameters, unchanged, in the same submodules.
@@ -164,8 +165,20 @@ def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
     return ParameterSpec(name, shape, stride, local.dtype, local.device, sparse, placements_of(parameter))
 
 
-def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
+def _obstacle(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+        return f"is {kind}: keep it dense, or name it in _set_params_and_buffers_to_ignore_for_model()"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a conjugate that is not computed yet: call .resolve_conj().resolve_neg()"
+    if is_expanded(tensor):
+        return "has several elements in one place in memory (stride 0): give it its own, as .clone() of .expand() does"
+    return ""
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several elements of a strided tensor are one place in memory."""
+    if tensor.numel() == 0:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -255,8 +255,8 @@ class Negotiation:
         """
         place = f"{_COMPARISON} after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
-        expanded = self._module_state.expanded()
-        fields = {"expanded": bytes([bool(expanded)])}
+        unwritable = self._module_state.unwritable()
+        fields = {"unwritable": bytes([bool(unwritable)])}
         if self._generation != self._groups.generation:
             self._restart()  # after a failure the ranks may have messages of different lengths
         agreement = MaskExchange(self._exchanger, fingerprint(lines), fields).result()
@@ -265,13 +265,10 @@ class Negotiation:
             if error.is_of_places:  # the other ranks are in a backward, and renew their connections after this error
                 self._groups.fail(error, "")
             raise error
-        if any(agreement.fields["expanded"]):
-            tables = all_gather_json(expanded, self._groups.control)
+        if any(agreement.fields["unwritable"]):
+            tables = all_gather_json(unwritable, self._groups.control)
             rank, first = next((rank, table) for rank, table in enumerate(tables) if table)
-            raise ValueError(
-                f"rank {rank}: several elements of {', '.join(first)} are one place in memory (stride 0), so that the "
-                "values of rank 0 cannot be written there: give it memory of its own, as .clone() of .expand() does"
-            )
+            raise ValueError(f"rank {rank}: the values of rank 0 cannot be written everywhere: {'; '.join(first)}")
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers by name, if they are broadcast; else none."""
@@ -494,10 +491,12 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
         (k for k, (ours, theirs) in enumerate(zip(reference, table, strict=False)) if ours != theirs),
         min(len(reference), len(table)),
     )
-    here = table[place] if place < len(table) else "nothing more"
+    here = table[place] if place < len(table) else ""
     there = reference[place] if place < len(reference) else "nothing more"
     ours, theirs = ({line.split()[0] for line in lines[place:]} for lines in (reference, table))
-    if here not in reference and (there in table or here.split()[0] not in ours):
+    if place >= len(table):
+        difference = f"rank {rank} lacks {there}, which rank 0 has"
+    elif here not in reference and (there in table or here.split()[0] not in ours):
         difference = f"rank {rank} has {here}, which rank 0 lacks"
     elif there not in table and (here in reference or there.split()[0] not in theirs):
         difference = f"rank {rank} lacks {there}, which rank 0 has"

@@ -201,12 +201,12 @@ class Reducer(Generic[C]):
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
         """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.
 
-        Returns:
-            The outputs to return to the user in their place.
+        Returns the outputs to return to the user in their place.
         """
         if self._parameters:
             outputs = mapped(self._with_node, outputs)
-        on_gradient = partial(self._on_output_gradient, self._names, self._parameters)
+        keep = self._wrapper() if self._sync_hooks else None  # which they get, even if the user has dropped it
+        on_gradient = partial(self._on_output_gradient, self._names, self._parameters, keep)
         self._forwards.watch(tensors_in(outputs), on_gradient, counts=is_training and self.enabled)
         return outputs
 
@@ -218,7 +218,7 @@ class Reducer(Generic[C]):
         is_leaf = output.requires_grad and output.grad_fn is None and output.layout in (torch.strided, torch.jagged)
         return output.view_as(output) if is_leaf and not any(output is one for one in self._parameters) else output
 
-    def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+    def _on_output_gradient(self, names: Sequence[str], parameters: Sequence[nn.Parameter], _keep: object) -> None:
         if self.enabled:
             try:
                 if parameters is not self._parameters:

@@ -27,8 +27,9 @@ from bisect import bisect_right
 from collections import Counter
 from functools import partial
 from itertools import accumulate, compress
+from operator import is_
 from sys import getrefcount
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import distributed as dist
@@ -39,7 +40,7 @@ from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import local_tensor
+from ppe_ddp.engine.module import is_expanded, local_tensor
 from ppe_ddp.engine.negotiation import all_reduced
 from ppe_ddp.engine.reduction import annotate, refuse_late
 from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
@@ -58,9 +59,10 @@ from ppe_ddp.waiting import awaited_once
 
 if TYPE_CHECKING:
     Place = tuple[nn.Module, str]
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from ppe_ddp.contracts import BroadcastFunction
     from ppe_ddp.engine.completion import Steps
@@ -68,6 +70,10 @@ if TYPE_CHECKING:
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.negotiation import Negotiation
     from ppe_ddp.engine.plan import ParameterSpec
+
+    # By the name of a module's buffer: the buffer as it was when all ranks had the same, and its version.
+    _Known = dict[str, tuple[Tensor | None, int]]
+    _Table = weakref.WeakKeyDictionary[nn.Module, _Known]
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -138,45 +144,92 @@ def _by_kind(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[in
 
 
 class BufferWrites:
-    """Finds out which submodules' buffers this rank has written since they were last broadcast.
+    """Finds out which submodules' buffers this rank has written since they were last broadcast over ``parent``.
 
-    A write in place shows in torch's version of a tensor; one through ``.data`` does not.
+    A write in place shows in torch's version of a tensor; one through ``.data`` does not. All wrappers over one group
+    share what is known of a submodule's buffers, so that what one of them broadcasts is no write for another.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Tensor | None, int]] = {}
+    _tables: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Table]] = weakref.WeakKeyDictionary()
 
-    def note(self, buffers: Mapping[str, Tensor]) -> None:
-        """Note that these buffers are the same on all ranks now; later writes count."""
-        self._known = {name: (buffer, _version(buffer)) for name, buffer in buffers.items()}
+    def __init__(self, parent: ProcessGroup) -> None:
+        self._table = self._tables.setdefault(parent, weakref.WeakKeyDictionary())
+        # By the name of a buffer: the name of its submodule, the submodule, its own name there, and what is known.
+        self._slots: dict[str, tuple[str, nn.Module, str, _Known]] = {}
+        self._lent: list[tuple[_Known, str, tuple[Tensor | None, int]]] = []
 
-    def note_new(self, buffers: Mapping[str, Tensor]) -> None:
-        """Note new buffers of the module, which now has ``buffers``; known ones stay as they were noted."""
-        known = self._known
-        self.note(buffers)
-        self._known |= {name: known[name] for name in known.keys() & buffers.keys()}
+    def use_module(self, slots: Iterable[tuple[str, nn.Module, str]]) -> None:
+        """Look at these buffers from now on: each a qualified name, a module, and the module's name for it.
+
+        One that is new counts as the same on all ranks; known ones stay as they were noted.
+        """
+        self._slots = {
+            name: (owner_of(name), owner, key, self._table.setdefault(owner, {})) for name, owner, key in slots
+        }
+        for _, owner, key, known in self._slots.values():
+            buffer = buffer_table(owner).get(key)
+            if buffer is not None:
+                known.setdefault(key, (buffer, _version(buffer)))
+
+    def note(self) -> None:
+        """Note that the buffers are the same on all ranks now; later writes count."""
+        for known, key, entry in self._lent:
+            if known.get(key, entry)[0] is None:
+                known[key] = entry
+        self._lent = []
+        for _, owner, key, known in self._slots.values():
+            buffer = buffer_table(owner).get(key)
+            if buffer is None:
+                known.pop(key, None)
+            else:
+                known[key] = buffer, _version(buffer)
 
     def release(self) -> None:
-        """Drop the references to the buffers, since the broadcast counts references."""
-        self._known = {name: (None, version) for name, (_, version) in self._known.items()}
+        """Drop all references to the buffers until :meth:`note`, as the broadcast counts references.
 
-    def of(self, buffers: Mapping[str, Tensor]) -> list[bool]:
-        """For each submodule with some of ``buffers``: whether one of them was written or replaced."""
-        is_writer = dict.fromkeys(map(owner_of, buffers), False)
-        for name, buffer in buffers.items():
-            known, version = self._known.get(name, (None, -1))
-            if version != _version(buffer) or (known is not None and known is not buffer):
-                is_writer[owner_of(name)] = True
+        What it writes into them meanwhile does not count.
+        """
+        for _, owner, key, known in self._slots.values():
+            known[key] = None, _WRITTEN if self._is_written(owner, key, known) else _ARRIVING
+        for table in [table for table in self._tables.values() if table is not self._table]:
+            for _, owner, key, _ in self._slots.values():
+                other = table.get(owner, {})
+                if other.get(key, (None,))[0] is not None:
+                    self._lent.append((other, key, other[key]))
+                    other[key] = None, other[key][1]
+
+    @staticmethod
+    def _is_written(owner: nn.Module, key: str, known: _Known) -> bool:
+        if (buffer := buffer_table(owner).get(key)) is None:
+            return False
+        then, version = known.get(key, (None, _WRITTEN))
+        return version != _ARRIVING and (version != _version(buffer) or (then is not None and then is not buffer))
+
+    def of(self, names: Iterable[str], *, marked: bool = False) -> list[bool]:
+        """For each submodule with some of the buffers ``names``: whether one of them was written or replaced.
+
+        With ``marked`` only what :meth:`mark` has marked counts.
+        """
+        is_writer: dict[str, bool] = {}
+        for name in names:
+            prefix, owner, key, known = self._slots[name]
+            if not is_writer.get(prefix):
+                is_marked = key in known and known[key][1] == _WRITTEN
+                is_writer[prefix] = is_marked or (not marked and self._is_written(owner, key, known))
         return list(is_writer.values())
 
-    def owners(self, buffers: Mapping[str, Tensor]) -> list[str]:
+    def owners(self, names: Collection[str]) -> list[str]:
         """The names of the submodules whose buffers were written or replaced."""
-        return [*compress(dict.fromkeys(map(owner_of, buffers)), self.of(buffers))]
+        return [*compress(dict.fromkeys(map(owner_of, names)), self.of(names))]
 
     def mark(self, owners: Container[str]) -> None:
         """Mark the buffers of these submodules as written by this rank since the last broadcast."""
-        marked = {name: (buffer, -1) for name, (buffer, _) in self._known.items() if owner_of(name) in owners}
-        self._known |= marked
+        for prefix, _, key, known in self._slots.values():
+            if prefix in owners and key in known:
+                known[key] = known[key][0], _WRITTEN
+
+
+_WRITTEN, _ARRIVING = -1, -2  # in place of a version: of a buffer that is marked, and of one that is being broadcast
 
 
 def owner_of(name: str) -> str:
@@ -204,20 +257,31 @@ def broadcasting_buffers(
     and CommunicationError if the default function failed to communicate.
     """
     buffers = list(module_state.buffers().values())
-    received = [buffer.clone() if tensor_users(buffer) > 1 else buffer for buffer in buffers]
-    yield from broadcasting(function, received, groups, sources=sources)
+    try:
+        received = [buffer.clone() if _is_held(buffer) else buffer for buffer in buffers]
+        yield from broadcasting(function, received, groups, sources=sources)
+    except Exception as error:
+        if unwritable := module_state.unwritable():  # since forward has assigned them
+            annotate(error, f"while buffers were broadcast; {'; '.join(unwritable)}")
+        raise
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
-        if not torch.equal(local_tensor(buffers[k]), local_tensor(received[k])):
+        if is_expanded(local_tensor(buffers[k])) or not torch.equal(*map(local_tensor, (buffers[k], received[k]))):
             _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
+def _is_held(buffer: Tensor) -> bool:
+    """Whether values of another rank cannot be written into a buffer, as a graph may need it, or it is expanded."""
+    return tensor_users(buffer) > 1 or (not buffer.is_contiguous() and is_expanded(local_tensor(buffer)))
+
+
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
-    """Replace ``buffer``, whose values an autograd graph needs, by ``values`` in the modules at ``places``.
+    """Replace ``buffer``, which is held (:func:`_is_held`), by ``values`` in the modules at ``places``.
 
     Each place is a module and its name for the buffer. ``references`` is the number of the caller's references to it.
     """
-    if _references(buffer) == len(places) + references + 1 and not _is_special(buffer):
+    is_free = _references(buffer) == len(places) + references + 1 and not _is_special(buffer)
+    if is_free or is_expanded(local_tensor(buffer)):
         for owner, key in places:
             buffer_table(owner)[key] = values  # from now on only the graph has the old tensor
     elif all(only_writes_buffers(owner) for owner, _ in places):
@@ -333,6 +397,16 @@ class DriftCheck:
         self._equal = 0  # comparisons since the last difference
         self._reported: set[tuple[int, ...]] = set()
         self._error: DisagreementError | None = None
+
+    def goes_on(self, module_state: ModuleState) -> bool:
+        """Go on with a new listing of a module with equal parameters, as after freezing; returns whether they are."""
+        if module_state.specs != self._specs:
+            return False
+        parameters = module_state.local_parameters()
+        if not all(map(is_, parameters, self._parameters)):
+            self._parameters = parameters
+            self._known.clear()
+        return True
 
     def field(self, *, takes_part: bool) -> bytes:
         """The field of this rank's vote for the part that it has summed last; called in every :attr:`every`-th step.

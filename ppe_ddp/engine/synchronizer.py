@@ -110,7 +110,7 @@ class BucketSynchronizer(Synchronizer):
             options=policy.agreed,
         )
         self._dropped_forwards = DroppedForwards(groups.rank)
-        self._buffer_writes = BufferWrites()
+        self._buffer_writes = BufferWrites(groups.parent)
         self.times = RankTimes(groups.rank)
         self.scale_by_active = False
         """Whether to divide by the number of ranks that take part instead of the world size."""
@@ -158,9 +158,10 @@ class BucketSynchronizer(Synchronizer):
 
         self.gradients = Gradients(module_state, allocate, streams)
         self.negotiation.use_module(module_state)
-        raises = self._policy.check_drift == "raise"
-        self.drift = DriftCheck(self._groups, module_state, raises=raises) if self._policy.check_drift else None
-        self._buffer_writes.note_new(self.negotiation.buffers())
+        if self._policy.check_drift and (self.drift is None or not self.drift.goes_on(module_state)):
+            raises = self._policy.check_drift == "raise"
+            self.drift = DriftCheck(self._groups, module_state, raises=raises)
+        self._buffer_writes.use_module(module_state.buffer_slots if self._policy.broadcast_buffers is not None else ())
         self._finite: FiniteCheck | None = None
         self._buckets_of = self._make_buckets()
 
@@ -254,9 +255,7 @@ class BucketSynchronizer(Synchronizer):
         with span("negotiate") if self.ranges else nullcontext():
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
-            is_writer = self._buffer_writes.of(buffers) if buffers else []
-            if backward.silent or weights.is_nothing:
-                is_writer = [False] * len(is_writer)
+            is_writer = self._writers(backward, buffers) if buffers else []
             exchange = self.negotiation.start(
                 local,
                 not backward.silent,
@@ -269,6 +268,19 @@ class BucketSynchronizer(Synchronizer):
             )
         backward.negotiate((exchange,), buffers, is_writer)
         return self.negotiation.planner.launch_triggers
+
+    def _writers(self, backward: Backward, names: Collection[str]) -> list[bool]:
+        """For each submodule with some of the buffers ``names``: whether this rank has written what others need.
+
+        If the losses of this step weigh nothing, that is only what it had written in earlier steps.
+        """
+        found = self._buffer_writes.of(names, marked=self.weights.is_nothing)
+        return [False] * len(found) if backward.aborted else found
+
+    def _keep_writers(self) -> None:
+        """Mark what this rank has written in a step that has failed: it is still to be sent."""
+        if not self.weights.is_nothing:
+            self.mark_buffers(self.written_buffers())
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[Bucket]:
         """Wait for the agreed mask, and make the schedule that launches the buckets of its plan."""
@@ -433,12 +445,13 @@ class BucketSynchronizer(Synchronizer):
 
     def go_on_from(self, earlier: BucketSynchronizer) -> None:
         """Take over from a synchronizer with other ranks: its weights, and which buffers this rank has written."""
-        weights, self._buffer_writes = earlier.weights, earlier._buffer_writes
+        weights = earlier.weights
         weights.parameters, self.weights = self.weights.parameters, weights
+        self.mark_buffers(earlier.written_buffers())
 
     def note_buffers(self) -> None:
         """Note that all ranks have the same buffers now; a rank that writes them from here on sends its own."""
-        self._buffer_writes.note(self.negotiation.buffers())
+        self._buffer_writes.note()
 
     def written_buffers(self) -> list[str]:
         """The names of the submodules whose buffers this rank has written since the last broadcast."""
@@ -462,6 +475,7 @@ class BucketSynchronizer(Synchronizer):
         This is possible because no average is handed over, and no gradient written, before all has succeeded.
         """
         self.times.end_step()
+        self._keep_writers()
         if backward.rounds:
             self.reduction.abandon()
         for schedule in backward.rounds:  # in order: gradients of the second round arrived later
@@ -472,6 +486,7 @@ class BucketSynchronizer(Synchronizer):
 
     def give_back(self, backward: Backward) -> None:
         """Put this rank's gradients back into ``.grad`` after its backward has raised; other ranks still get them."""
+        self._keep_writers()
         for schedule in backward.rounds:
             self.gradients.put_back(schedule.give_back())
         self.gradients.put_back(backward.take_aside().items())
@@ -503,6 +518,9 @@ class BucketSynchronizer(Synchronizer):
             found = self._finite.status
         status = pack_status(backward.aborted | found, backward.dropped)
         is_writer = backward.is_writer
+        if backward.buffers and not all(is_writer):
+            is_writer = [*map(or_, is_writer, self._writers(backward, backward.buffers))]
+            backward.note_writers(is_writer)
         assert backward.agreement is not None
         writers = lowest_digits(backward.agreement.writers, is_writer, self._groups.rank) if is_writer else b""
         users, drift, said = b"", self.drift, b"" if self.drift is None else NOT_DUE
