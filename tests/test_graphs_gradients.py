@@ -155,3 +155,27 @@ def test_a_gradient_of_another_shape_is_an_error_and_moves_no_other():
     model.zero_grad()
     model(data(2, 3), 0).sum().backward()
     assert_same_on_all_ranks(module)
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+@on_two_ranks
+def test_gradients_of_another_dtype_are_put_back_when_a_step_fails(in_hook):
+    rank, module = dist.get_rank(), nn.Linear(2, 1)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(lambda _: in_hook and halve())
+    wrapper.register_comm_hook(lambda _: 1 / 0 if rank else None)
+
+    def halve():
+        for parameter in module.parameters():
+            parameter.grad.data = 3 * parameter.grad.data.half()
+
+    with wrapper.no_sync():
+        wrapper(torch.ones(1, 2) * (1 + rank)).sum().backward()
+    if not in_hook:
+        halve()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in module.parameters()]
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        wrapper.finish_grad_sync()
+    for parameter, (gradient, copy) in zip(module.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, copy, rtol=0, atol=0)

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.engine.memory import MemoryPool
@@ -21,7 +23,7 @@ from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.contracts import Probe
@@ -138,7 +140,7 @@ class Gradients:
             parameter = self._parameters[i]
             there = parameter.grad
             if there is None:
-                parameter.grad = gradient
+                _set(parameter, gradient)
             elif type(there) is ShardedGradient:
                 there.add_(gradient)
             elif gradient.is_sparse:  # torch adds sparse to dense, not dense to sparse
@@ -174,13 +176,28 @@ def copied_gradients(parameters: Sequence[nn.Parameter]) -> Callable[[Collection
         for parameter, gradient, copy in zip(parameters, there, copies, strict=True):
             if id(parameter) in but:
                 continue
-            parameter.grad = gradient
+            if copy is not None and type(gradient) is Tensor and _FORM(gradient) != _FORM(copy):
+                gradient.data = copy
+            _set(parameter, gradient)
             if type(gradient) is ShardedGradient:
                 gradient.content.local = copy
             elif copy is not None and (copy.is_sparse or not torch.equal(local_tensor(gradient), copy)):
                 local_tensor(gradient).copy_(copy)
 
     return restore
+
+
+_FORM = attrgetter("dtype", "device", "shape")
+
+
+def _set(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Set ``.grad``, also to a gradient that the user has given other contents (``.grad.data = ...``)."""
+    if type(gradient) is not Tensor or gradient.is_sparse or _FORM(gradient) == _FORM(parameter):
+        parameter.grad = gradient
+        return
+    data, gradient.data = gradient.data, parameter.data  # torch looks at the form only as a gradient is set
+    parameter.grad = gradient
+    gradient.data = data
 
 
 def redistribute_gradients(parameter: Any) -> RemovableHandle:
