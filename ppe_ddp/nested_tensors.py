@@ -15,19 +15,23 @@ from torch.nn.utils.rnn import PackedSequence
 logger = logging.getLogger("ppe_ddp")
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Every tensor in ``value``; objects of other kinds are skipped."""
+def tensors_in(value: object, *, levels: int = 0) -> Iterator[Tensor]:
+    """Every tensor in ``value``, also in attributes of objects of other kinds, as many ``levels`` deep."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, levels=levels)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, levels=levels)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from tensors_in(getattr(value, field.name, None), levels=levels)
+    elif levels and not isinstance(value, type | nn.Module):
+        slots = [getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+        for item in [*getattr(value, "__dict__", {}).values(), *slots]:
+            yield from tensors_in(item, levels=levels - 1)
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -207,7 +207,7 @@ class Reducer(Generic[C]):
         if self._parameters:
             outputs = mapped(self._with_node, outputs)
         on_gradient = partial(self._on_output_gradient, self._names, self._parameters)
-        self._forwards.watch(tensors_in(outputs), on_gradient, counts=is_training and self.enabled)
+        self._forwards.watch(tensors_in(outputs, levels=2), on_gradient, counts=is_training and self.enabled)
         return outputs
 
     def _with_node(self, output: Tensor) -> Tensor:
@@ -375,7 +375,7 @@ class Reducer(Generic[C]):
         try:
             if is_in_compiled_autograd():
                 self._refuse_compiled()
-            reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
+            reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived, self._names)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
             if accumulates and Weights.were_used:
                 self.synchronizer.weights.note(arrived, is_synchronized=True)
