@@ -61,7 +61,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     Call ``weigh(loss, tokens).backward()`` in place of ``loss.backward()``. After synchronization ``.grad`` is then the
     gradient of the mean over the tokens of all ranks, and of all backwards under ``no_sync()`` since the last
     synchronization; each may have another number of tokens. It works without a launcher, too, on one rank with a
-    wrapper.
+    wrapper, after ``init_process_group()``.
 
     A rank whose counts are all 0 contributes nothing, even if its loss is NaN, and gets the averages. A rank without a
     backward calls ``finish_grad_sync()``. All losses of one backward share one denominator, the sum of their counts.
@@ -122,7 +122,7 @@ class _Weigh(torch.autograd.Function):
             raise UnusableError(
                 "the backward of weigh(loss, count) has come to no wrapper, and nothing divides its gradients by the "
                 "count: call weigh() outside of checkpoints with use_reentrant=True, pass gradients on by autograd (no "
-                "detach()), and wrap the module where there is one rank, too"
+                "detach()), and wrap the module where there is one rank, too, after init_process_group()"
             )
 
 
