@@ -20,7 +20,7 @@ from ppe_ddp.comm_hooks import NOT_GIVEN, Hooks
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.module import ModuleState, check_meshes
+from ppe_ddp.engine.module import ModuleState, check_gradient_dtypes, check_meshes
 from ppe_ddp.engine.plan import Packing
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
@@ -168,6 +168,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _list_tensors(self) -> ModuleState:
         module_state = ModuleState(self.module, self._ignored())
         if dist.is_initialized():
+            check_gradient_dtypes(module_state)
             drops_steps = bool(self._options.check_for_nan_in_grad)
             check_meshes(self.module, module_state.distributed_tensors(), self._group.group(), drops_steps=drops_steps)
         if self._hooks.compressor is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})  # told from cont
 _UNDER_WAY, _HAS_ITSELF = object(), object()  # in the place of a result
 
 
-def tensors_in(value: object, visited: dict[int, object] | None = None) -> Iterator[Tensor]:
-    """Every tensor in ``value``; objects of other kinds are skipped.
+def tensors_in(value: object, visited: dict[int, object] | None = None, *, levels: int = 0) -> Iterator[Tensor]:
+    """Every tensor in ``value``, also in attributes of objects of other kinds, as many ``levels`` deep.
 
     A container is visited once, however often it is there: ``visited`` has them by their ids, and keeps them alive.
     """
@@ -28,22 +28,27 @@ def tensors_in(value: object, visited: dict[int, object] | None = None) -> Itera
         return
     if type(value) in _PLAIN:
         return
-    if not (isinstance(value, list | tuple | Mapping | set | frozenset) or _is_record(value)):
+    is_container = isinstance(value, list | tuple | Mapping | set | frozenset) or _is_record(value)
+    if not is_container and (not levels or isinstance(value, type | nn.Module)):
         return
     if visited is None:
         visited = {}
     if id(value) in visited:
         return
     visited[id(value)] = value
+    items: Iterable[object]
     if isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, visited)
+        items = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item, visited)
+        items = value
+    elif is_container:
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # type: ignore[arg-type]
     else:
-        for field in dataclasses.fields(value):  # type: ignore[arg-type]
-            yield from tensors_in(getattr(value, field.name, None), visited)
+        levels -= 1
+        slots = [getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+        items = [*getattr(value, "__dict__", {}).values(), *slots]
+    for item in items:
+        yield from tensors_in(item, visited, levels=levels)
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]] | None = None) -> Any:

@@ -125,22 +125,25 @@ def is_captured(leaf: Tensor) -> bool:
 
 
 def accumulates_below(top: Node | None = None) -> bool:
-    """Whether the graph task on this thread accumulates gradients below ``top``; ``autograd.grad`` does not.
+    """Whether the graph task on this thread accumulates gradients of all leaves below ``top``.
 
-    Without ``top``, it is the node that the task executes. The first leaf that is found below it decides.
+    ``autograd.grad`` and ``backward(inputs=...)`` of other leaves do not. Without ``top``, it is the node that the task
+    executes.
     """
-    below, seen = [top or current_node()], set()
+    below, seen, found = [top or current_node()], set(), False
     while below:
         node = below.pop()
         if node is None or node in seen:
             continue
         if hasattr(node, "variable"):
+            found = False
             with suppress(RuntimeError):  # autograd.grad of this leaf
-                return node_is_executed()(node)
-            return False
+                found = node_is_executed()(node)
+            if not found:
+                return False
         seen.add(node)
         below += [after for after, _ in node.next_functions]
-    return False
+    return found
 
 
 # ---------------------------------------------------------------------- tensors

@@ -283,6 +283,38 @@ def test_a_step_is_given_up_while_its_backward_runs(place, has_hook):
         assert_same_on_all_ranks(module)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+@on_two_ranks
+def test_a_step_is_given_up_in_a_hook_that_is_called_before_gradients_are_synchronized(by_hand):
+    rank, module, calls = dist.get_rank(), seeded(mlp, 4, 5, 2), []
+    wrapper = DistributedDataParallel(module)
+    expected, own = (mean_gradients(module, square, world_size=size) for size in (2, 1))
+    module[0].weight.register_post_accumulate_grad_hook(calls.append)
+
+    def give_up(wrapper):
+        module[0].weight.grad.zero_()
+        wrapper.abort_grad_sync("too bad")
+
+    def step():
+        wrapper.zero_grad()
+        with wrapper.no_sync() if by_hand else contextlib.nullcontext():
+            square(wrapper, rank)
+        if by_hand:
+            calls.clear()
+            wrapper.finish_grad_sync()
+
+    handle = wrapper.register_comm_hook(give_up if rank == 0 else calls.append)
+    with pytest.raises(PeerAbortedError, match="too bad") if rank else contextlib.nullcontext():
+        step()
+    if rank == 0:
+        assert_gradients(module, own, rtol=0, atol=0)
+        assert not calls
+    handle.remove()
+    for _ in range(2):
+        step()
+        assert_gradients(module, expected)
+
+
 def fail_a_step(wrapper, *, known):
     """Rank 1 gives a step up; with `known` the other ranks hear of it in this step, and else in what they do next."""
     if known:

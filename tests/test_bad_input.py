@@ -198,11 +198,16 @@ def test_different_gradients_without_negotiation(overlap):
 
 
 @on_two_ranks
-def test_lazy_parameters_are_refused_by_name():
+def test_lazy_parameters_and_gradients_of_another_dtype_are_refused_by_name():
     module = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
     with pytest.raises(ValueError, match=r"'1\.(weight|bias)' is lazy.*run one forward"):
         DistributedDataParallel(module)
     module(data(5, 4))
+    for dtype in (None, torch.float64):
+        module[0].bias.grad_dtype = dtype
+        with pytest.raises(ValueError, match=rf"'0\.bias' of torch.float32 has grad_dtype={dtype}"):
+            DistributedDataParallel(module)
+    module[0].bias.grad_dtype = torch.float32
     square(DistributedDataParallel(module), dist.get_rank())
 
 

@@ -168,6 +168,14 @@ def test_hooks_wait_for_every_owner_and_are_called_once_for_all_that_end_togethe
     assert user.calls == [1, 0, 1, 0, 1]
 
 
+def test_hooks_are_called_without_grad_mode_as_autograd_calls_them():
+    user = Waiting(1)
+    user.handles.append(user.parameters[0].register_post_accumulate_grad_hook(lambda parameter: parameter.add_(1)))
+    user.hooks.defer()
+    user.hooks.run(bytes([1]), None)
+    assert user.parameters[0].tolist() == [2, 2]
+
+
 def test_sequences_that_begin_alike_are_told_apart():
     ours = parameters()
     hooks = Listener(ours).hooks

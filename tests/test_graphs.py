@@ -128,6 +128,39 @@ def test_a_list_of_another_kind_keeps_what_else_it_has():
     assert before[0].item() == 1
 
 
+class Slotted:
+    __slots__ = ("item",)
+
+    def __init__(self, item):
+        self.item = item
+
+
+class Hidden(nn.Module):
+    """A layer that is left out on request, in an object two levels deep."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, skips):
+        return Opaque([Slotted(2 * x if skips else self.layer(x))])
+
+
+@on_two_ranks
+def test_a_rank_that_uses_no_parameter_of_outputs_in_objects_takes_part():
+    wrapper = DistributedDataParallel(seeded(Hidden))
+    for step in range(3):
+
+        def run(model, rank, step=step):
+            x = data(4, 3, rank=rank, step=step).requires_grad_()
+            (model(x, rank == step % 2).tensor[0].item ** 2).sum().backward()
+
+        wrapper.zero_grad()
+        expected = mean_gradients(wrapper.module, run)
+        run(wrapper, dist.get_rank())
+        assert_gradients(wrapper.module, expected)
+
+
 class Skippable(nn.Module):
     """A layer that is left out on request: then the output is the input itself, and no parameter is used."""
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp import DistributedDataParallel, PeerAbortedError, weigh
 from rank_tests import each_variant, on_two_ranks
 
 
@@ -46,6 +46,82 @@ def test_memory_of_the_users_own_gets_the_averages(options):
         if step in (1, 3) or rank == 0:
             torch.testing.assert_close(flat, torch.cat([mean.flatten() for mean in expected.values()]))
         wrapper.zero_grad()
+
+
+@each_variant
+@on_two_ranks
+def test_memory_of_the_users_own_gets_the_averages_where_losses_weigh_nothing_and_zeros_where_a_step_is_skipped(
+    options,
+):
+    rank, flat = dist.get_rank(), torch.full((3,), 7.0)
+    wrapper = DistributedDataParallel(nn.Linear(2, 1), check_for_nan_in_grad="skip", **options)
+    alone = as_one_rank(nn.Linear(2, 1))
+
+    def backward(wrapper, count):
+        module = wrapper.module
+        module.weight.grad, module.bias.grad = flat[:2].view(1, 2), flat[2:]
+        factor = float("nan") if rank or count == 0 else 1
+        weigh(flat.zero_().sum() + wrapper(torch.ones(1, 2)).sum() * factor, count).backward()
+        assert module.weight.grad.data_ptr() == flat.data_ptr()
+        return flat.tolist()
+
+    assert backward(wrapper, 2 - 2 * rank) == [1.0] * 3
+    assert backward(wrapper, 2) == backward(alone, 0) == [0.0] * 3
+
+
+def as_one_rank(module):
+    return DistributedDataParallel(module, process_group=dist.new_subgroups(1)[0])
+
+
+class Embeddings(nn.Module):
+    """Autograd gives the gradients of all but the last parameter one memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.row, self.column = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+        self.parts = nn.ParameterList(torch.ones(rows, 2) for rows in (1, 2))
+        self.last = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, rank):
+        whole = self.row.unsqueeze(0)
+        if rank == 0:
+            whole = whole + self.column.unsqueeze(0) + torch.cat([*self.parts]).unsqueeze(0)
+        return whole * x * self.last
+
+
+@each_variant
+@on_two_ranks
+def test_gradients_to_which_autograd_gave_one_memory(options):
+    rank = dist.get_rank()
+
+    def step(model, rank):
+        model(torch.arange(6.0).view(1, 3, 2) * (1 + rank), rank).sum().backward()
+
+    expected = mean_gradients(Embeddings(), step)
+    check(Embeddings(), step, **options)
+    wrapper = DistributedDataParallel(Embeddings(), average_where_used=True, **options)
+    step(wrapper, rank)
+    alone = {"column", "parts.0", "parts.1"}  # of rank 0
+    assert_gradients(wrapper.module, {name: mean * (1 + (name in alone)) for name, mean in expected.items()})
+    wrapper = as_one_rank(module := Embeddings())
+    weigh(wrapper(torch.ones(1, 3, 2), 0).sum(), 4).backward()
+    assert [parameter.grad.unique().item() for parameter in module.parameters()] == [1.0, 1.0, 9.0, 1.0, 1.0]
+
+
+@on_two_ranks
+def test_a_gradient_that_is_lazily_conjugated():
+    def step(model, rank):
+        model(torch.tensor([1j, 2]) * (1 + rank)).abs().backward()
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.weight.conj() * x).sum()
+
+    check(Product(), step, gradient_as_bucket_view=False)
 
 
 @each_variant
@@ -96,3 +172,27 @@ def test_a_gradient_of_another_shape_is_an_error_and_moves_no_other():
     model.zero_grad()
     model(data(2, 3), 0).sum().backward()
     assert_same_on_all_ranks(module)
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+@on_two_ranks
+def test_gradients_of_another_dtype_are_put_back_when_a_step_fails(in_hook):
+    rank, module = dist.get_rank(), nn.Linear(2, 1)
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(lambda _: in_hook and halve())
+    wrapper.register_comm_hook(lambda _: 1 / 0 if rank else None)
+
+    def halve():
+        for parameter in module.parameters():
+            parameter.grad.data = 3 * parameter.grad.data.half()
+
+    with wrapper.no_sync():
+        wrapper(torch.ones(1, 2) * (1 + rank)).sum().backward()
+    if not in_hook:
+        halve()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in module.parameters()]
+    with pytest.raises(ZeroDivisionError if rank else PeerAbortedError):
+        wrapper.finish_grad_sync()
+    for parameter, (gradient, copy) in zip(module.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        torch.testing.assert_close(gradient, copy, rtol=0, atol=0)

@@ -432,6 +432,34 @@ def test_a_hook_that_is_registered_between_forward_and_backward_gets_the_average
 
 
 @on_two_ranks
+def test_hooks_where_a_backward_comes_through_no_output_get_the_average_or_are_refused():
+    module, seen = seeded(nn.Linear, 4, 2, bias=False), []
+
+    def register():
+        return module.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+
+    def step():
+        seen.clear()
+        module(data(5, 4)).sum().backward()
+        assert torch.equal(*of_all_ranks(torch.stack(seen)))
+        return len(seen)
+
+    handle = register()
+    wrapper = DistributedDataParallel(module)
+    assert step() == 1
+    handle.remove()
+    if dist.get_rank():
+        register()
+    with pytest.raises(UnusableError if dist.get_rank() else PeerAbortedError, match=r"hook on 'weight'"):
+        step()
+    assert not seen
+    if dist.get_rank() == 0:
+        register()
+    wrapper(data(5, 4))
+    assert step() == 1
+
+
+@on_two_ranks
 def test_a_dropped_wrapper_lets_go_of_its_module():
     # At once: the garbage collector runs at another moment on every rank, and a rank whose wrapper is still
     # alive would wait for the others.

@@ -53,3 +53,27 @@ def test_a_graph_that_is_older_than_a_cast(options):
         model(data(5, 4))
         graph.backward()
         assert_gradients(model.module, {**expected, f"new{len(expected)}": None})
+
+
+class Product(nn.Module):
+    """Its parameter times the input, or the other way around."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, is_first):
+        return self.weight * x if is_first else x * self.weight
+
+
+@each_variant
+@on_two_ranks
+def test_a_backward_for_other_inputs_is_none_of_a_wrapper(options):
+    rank, x = dist.get_rank(), torch.ones(2, requires_grad=True)
+    wrapper = DistributedDataParallel(module := Product(), **options)
+    for step in (1, 2):
+        wrapper(x, rank == 0).sum().backward(inputs=[x])
+        assert x.grad.tolist() == [step] * 2
+        wrapper.zero_grad()
+        (wrapper(x.detach(), True).sum() * step * (1 + rank)).backward()
+        assert module.weight.grad.tolist() == [1.5 * step] * 2

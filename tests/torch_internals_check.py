@@ -48,7 +48,10 @@ def try_node_is_executed():
     again.register_hook(lambda _: internals.at_end_of_backward(lambda: seen.append(below(again.grad_fn))))
     again.backward(retain_graph=True)
     torch.autograd.grad(again, used)
-    return seen == [True, False, True, True, False, False]
+    for factor in (unused * used, used * unused):
+        factor.register_hook(lambda _: seen.append(below()))
+        factor.backward(inputs=[unused])
+    return seen == [True, False, True, True, False, False, False, False]
 
 
 def try_is_captured():

@@ -32,7 +32,7 @@ from ppe_ddp.contracts import GradBucket, probe
 from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
 from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, watch
 from ppe_ddp.scaling import scale
-from ppe_ddp.torch_internals import EXISTS, is_future
+from ppe_ddp.torch_internals import EXISTS, is_future, storage_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -89,26 +89,30 @@ class Bucket(ABC):
         self.pending: Waitable | None = None  # the reduction in flight
         self.weight = 1.0  # factor of this rank's gradients before they are averaged
         self._views = self._is_received = False
+        self._in_place: Collection[int] = ()
 
     def hold(
         self,
         gradients: list[Tensor | None],
         *,
         views: bool = False,
+        in_place: Collection[int] = (),
         weight: float | None = None,
         is_received: bool = False,
     ) -> None:
         """Take this rank's gradients, one for each of :attr:`expected` or None, to be reduced by :meth:`launch`.
 
-        With ``views`` the averages may be views of the buffer. Gradients are multiplied by ``weight`` as they are
-        packed. ``is_received`` says that another rank sends the whole buffer.
+        With ``views`` the averages may be views of the buffer; without, those of parameters ``in_place`` are written
+        into gradients in any memory, the others only where no other tensor has it. Gradients are multiplied by
+        ``weight`` as they are packed. ``is_received`` says that another rank sends the whole buffer.
         """
         assert not self.gradients, f"bucket {self.plan.index} is under way already"
         if not self.is_exact:
             found = dict(zip(self.expected, gradients, strict=True))
             gradients = [found.get(i) for i in self.plan.members]
         self.gradients = gradients
-        self._views, self.weight, self._is_received = views, 1.0 if weight is None else weight, is_received
+        self._views, self._in_place, self._is_received = views, in_place, is_received
+        self.weight = 1.0 if weight is None else weight
 
     def expected_of(self, averages: list[Tensor]) -> list[Tensor]:
         """Select the averages of the parameters in :attr:`expected` from one average a member."""
@@ -249,8 +253,8 @@ class DenseBucket(Bucket, ABC):
         """Copy each average into this rank's own gradient tensor, if that can hold it, else into a new tensor."""
         results: list[Tensor] = []
         moved_to, moved_from = [], []
-        for gradient, tensor in zip(self.gradients, self._tensors, strict=True):
-            if gradient is None or not _can_hold(gradient, tensor):
+        for i, gradient, tensor in zip(self.plan.members, self.gradients, self._tensors, strict=True):
+            if gradient is None or not _can_hold(gradient, tensor, of_others=i in self._in_place):
                 results.append(tensor.clone())  # the buffer will be reused
                 continue
             results.append(gradient)
@@ -328,10 +332,16 @@ def concatenate(
     return True
 
 
-def _can_hold(gradient: Tensor, average: Tensor) -> bool:
-    """Whether ``average`` can be copied into ``gradient``, which the user may have replaced (``.grad.data = …``)."""
-    same = gradient.dtype is average.dtype and gradient.device == average.device and not gradient.is_inference()
-    return same and (gradient.is_contiguous() or 0 not in gradient.stride())
+def _can_hold(gradient: Tensor, average: Tensor, *, of_others: bool) -> bool:
+    """Whether ``average`` can be copied into ``gradient``, which the user may have replaced (``.grad.data = …``).
+
+    Autograd may have given several gradients one memory; that ``of_others`` may be written all the same.
+    """
+    if gradient.dtype is not average.dtype or gradient.device != average.device or gradient.is_inference():
+        return False
+    if gradient.is_conj() or gradient.is_neg() or not (gradient.is_contiguous() or 0 not in gradient.stride()):
+        return False
+    return of_others or storage_users(gradient) == 1
 
 
 def reducible_in_place(gradient: Tensor, spec: ParameterSpec) -> bool:

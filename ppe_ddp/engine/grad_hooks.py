@@ -231,12 +231,20 @@ class GradHooks:
             known = self._sequences[id(recorded[0])] = recorded, [self._index[id(parameter)] for parameter in recorded]
         return known[1].copy()
 
-    def expected(self, arrived: int) -> list[int]:
+    def expected(self, arrived: int, names: Sequence[str]) -> list[int]:
         """The parameters that this backward will reach, which has accumulated the gradient of parameter ``arrived``.
 
         Raises:
             TorchChangedError: Autograd refuses to answer.
+            UnusableError: It is too late to defer a user's hook on this parameter, of those with these ``names``.
         """
+        hooks = self._hooks[arrived][0].values()
+        if any(_owner_of(hook) is None and not isinstance(hook, _DeferredHook) for hook in hooks):
+            raise UnusableError(
+                f"a post-accumulate-grad hook on {names[arrived]!r}, registered after the last forward of the wrapper, "
+                "would get this rank's own gradient, as this backward does not come through an output of the wrapper: "
+                "register it before the module is wrapped, or call the wrapper (its forward) after it"
+            )
         if reached := self.reached(has_accumulated=True):
             return reached
         self.refresh(range(len(self._index)))  # autograd uses other nodes than those held here
@@ -321,6 +329,7 @@ class UserGradHooks:
         ]
         self.exist = bool(self._optimized)
         """Whether :meth:`run` has anything to call."""
+        self.defer()
 
     def defer(self) -> None:
         """Defer the hooks that were registered since the last call."""
@@ -340,6 +349,7 @@ class UserGradHooks:
                     table[key] = _DeferredHook(hook)
         self.exist = bool(self._hooked or self._optimized)
 
+    @torch.no_grad()  # as autograd calls them
     def run(self, averaged: bytes, turn: Turn | None) -> None:
         """Call the hooks of the parameters in ``averaged``: one byte a parameter, whether its average is in ``.grad``.
 

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.engine.memory import MemoryPool
@@ -21,7 +23,7 @@ from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.hooks import RemovableHandle
 
     from ppe_ddp.contracts import Probe
@@ -44,14 +46,14 @@ class Gradients:
         self.buffers = MemoryPool(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients shared their memory with another one's when the last backward began."""
-        self.stays_in_place = False
-        """Whether a gradient then lay in memory that the user holds as well, so that averages are written there."""
+        self.in_place: set[int] = set()
+        """Parameters whose gradients then lay in memory that the user holds as well: averages are written there."""
 
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached`` or already has a gradient, other than averaged shards."""
         mask = bytearray(reached)
         grads = list(map(GRADIENT, self._parameters))
-        self.shared, self.stays_in_place = [], False
+        self.shared, self.in_place = [], set()
         if any(map(EXISTS, grads)):
             held = [(i, local) for i, grad in enumerate(grads) if (local := local_of(grad)) is not None]
             if self._distributed is not None:
@@ -62,12 +64,15 @@ class Gradients:
         return bytes(mask)
 
     def _find_shared_memory(self, held: list[tuple[int, Tensor]]) -> None:
-        """Set :attr:`shared` and :attr:`stays_in_place` for the gradients from before this backward."""
+        """Set :attr:`shared` and :attr:`in_place` for the gradients from before this backward."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
         addresses = [gradient.data_ptr() for _, gradient in dense]
         bounds = self.buffers.bounds()
         others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
-        self.stays_in_place = any(storage_users(dense[k][1]) > 1 for k in others)
+        if used := {k: users for k in others if (users := storage_users(dense[k][1])) > 1}:
+            storages = {k: dense[k][1].untyped_storage().data_ptr() for k in used}
+            own = Counter(storages.values())  # autograd gives parameters whose gradients are equal one memory
+            self.in_place = {dense[k][0] for k, users in used.items() if users > own[storages[k]]}
         if len(set(addresses)) < len(addresses):
             counts = Counter(filter(None, addresses))  # an empty tensor has the address 0
             self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
@@ -93,6 +98,15 @@ class Gradients:
             elif indices[k] in self.shared:  # the averages may differ, so each needs its own memory
                 taken[k] = gradient.clone()
         return taken
+
+    @torch.no_grad()
+    def drop(self, indices: Sequence[int], aside: Mapping[int, Tensor]) -> None:
+        """Drop gradients, with those that were taken out of ``.grad`` and set ``aside``; :attr:`in_place` become 0."""
+        kept = self.in_place.difference(self.shared).intersection(indices)
+        self.put_back([(i, gradient) for i, gradient in aside.items() if i in kept])
+        self.take([i for i in indices if i not in kept])
+        for gradient in filter(EXISTS, map(GRADIENT, map(self._parameters.__getitem__, kept))):
+            gradient.zero_()
 
     def present(self, indices: Sequence[int]) -> list[int]:
         """Those of ``indices`` whose parameters have a gradient."""
@@ -126,13 +140,26 @@ class Gradients:
             parameter = self._parameters[i]
             there = parameter.grad
             if there is None:
-                parameter.grad = gradient
+                _set(parameter, gradient)
             elif type(there) is ShardedGradient:
                 there.add_(gradient)
             elif gradient.is_sparse:  # torch adds sparse to dense, not dense to sparse
                 parameter.grad = there + gradient
             else:
                 parameter.grad = gradient + there
+
+
+@torch.no_grad()
+def multiply(gradients: Collection[Tensor], factor: float) -> None:
+    """Multiply ``gradients`` by ``factor`` in place; autograd may have given several of them one memory."""
+    plain = (one for one in gradients if not (one.is_sparse or type(one) is ShardedGradient))
+    shared = {id(one): one for one in plain if storage_users(local_tensor(one)) > 1}
+    products = [one * factor for one in shared.values()]  # all before the first is written
+    for gradient in gradients:
+        if id(gradient) not in shared:
+            gradient.mul_(factor)
+    for gradient, product in zip(shared.values(), products, strict=True):
+        gradient.copy_(product)
 
 
 @torch.no_grad()
@@ -149,13 +176,28 @@ def copied_gradients(parameters: Sequence[nn.Parameter]) -> Callable[[Collection
         for parameter, gradient, copy in zip(parameters, there, copies, strict=True):
             if id(parameter) in but:
                 continue
-            parameter.grad = gradient
+            if copy is not None and type(gradient) is Tensor and _FORM(gradient) != _FORM(copy):
+                gradient.data = copy
+            _set(parameter, gradient)
             if type(gradient) is ShardedGradient:
                 gradient.content.local = copy
             elif copy is not None and (copy.is_sparse or not torch.equal(local_tensor(gradient), copy)):
                 local_tensor(gradient).copy_(copy)
 
     return restore
+
+
+_FORM = attrgetter("dtype", "device", "shape")
+
+
+def _set(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Set ``.grad``, also to a gradient that the user has given other contents (``.grad.data = ...``)."""
+    if type(gradient) is not Tensor or gradient.is_sparse or _FORM(gradient) == _FORM(parameter):
+        parameter.grad = gradient
+        return
+    data, gradient.data = gradient.data, parameter.data  # torch looks at the form only as a gradient is set
+    parameter.grad = gradient
+    gradient.data = data
 
 
 def redistribute_gradients(parameter: Any) -> RemovableHandle:

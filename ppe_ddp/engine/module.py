@@ -238,6 +238,16 @@ def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: Proce
             )
 
 
+def check_gradient_dtypes(module_state: ModuleState) -> None:
+    """Raise ValueError for a parameter whose gradients may have another dtype (``grad_dtype``), and be rounded."""
+    for name, parameter in zip(module_state.names, module_state.parameters, strict=True):
+        if parameter.requires_grad and getattr(parameter, "grad_dtype", parameter.dtype) is not parameter.dtype:
+            raise ValueError(
+                f"rank {dist.get_rank()}: parameter {name!r} of {parameter.dtype} has grad_dtype={parameter.grad_dtype}"
+                ", and gradients are averaged in the parameter's own dtype: do not set grad_dtype"
+            )
+
+
 def refuse_distributed(distributed: Iterable[str], who: str, remedy: str) -> None:
     """Raise a ValueError that names the first of these DTensors, if there is one: ``who`` cannot take it."""
     for name in distributed:

@@ -207,7 +207,7 @@ class Reducer(Generic[C]):
             outputs = mapped(self._with_node, outputs)
         keep = self._wrapper() if self._sync_hooks else None  # which they get, even if the user has dropped it
         on_gradient = partial(self._on_output_gradient, self._names, self._parameters, keep)
-        self._forwards.watch(tensors_in(outputs), on_gradient, counts=is_training and self.enabled)
+        self._forwards.watch(tensors_in(outputs, levels=2), on_gradient, counts=is_training and self.enabled)
         return outputs
 
     def _with_node(self, output: Tensor) -> Tensor:
@@ -305,10 +305,11 @@ class Reducer(Generic[C]):
             if backward.waiting is None:
                 return  # negotiated when backward is over
             try:
-                if backward.schedule is None:
-                    self._launch_if_agreed(backward)
-                else:
+                if backward.schedule is not None:
                     backward.schedule.launch_ready()
+                elif backward.is_agreed:
+                    with torch.no_grad():
+                        self.synchronizer.make_schedule(backward).launch_ready()
             except BaseException as error:
                 if self.synchronizer.postpone(backward, error):
                     return
@@ -358,11 +359,6 @@ class Reducer(Generic[C]):
             "whole step works without it"
         )
 
-    def _launch_if_agreed(self, backward: Backward) -> None:
-        if backward.is_agreed:
-            with torch.no_grad():
-                self.synchronizer.make_schedule(backward).launch_ready()
-
     def _running(self) -> Backward | None:
         """The running backward, or None; finishes one whose graph task is gone."""
         backward = self._backward
@@ -379,7 +375,7 @@ class Reducer(Generic[C]):
         try:
             if is_in_compiled_autograd():
                 self._refuse_compiled()
-            reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived)
+            reached = self._arrivals.reached() if arrived is None else self._arrivals.expected(arrived, self._names)
             accumulates = bool(reached) or bool(self._parameters and self._arrivals.accumulates())
             if accumulates and Weights.were_used:
                 self.synchronizer.weights.note(arrived, is_synchronized=True)
@@ -444,7 +440,7 @@ class Reducer(Generic[C]):
         self.synchronizer.knows_of_failure = True
 
     def _conclude(self, backward: Backward, drift: DriftCheck | None) -> None:
-        if self._user_grad_hooks.exist:
+        if self._user_grad_hooks.exist and backward.averaged and not backward.silent:
             self._user_grad_hooks.run(backward.averaged, backward.turn)
         if drift is not None:
             drift.conclude()
@@ -458,6 +454,10 @@ class Reducer(Generic[C]):
                 if self._sync_hooks and not backward.silent:
                     restore = copied_gradients(self._parameters)
                     call_sync_hooks(self._sync_hooks, self._wrapper(), self.groups.rank)
+                    if backward.phase is not Phase.BEGUN:  # a hook has called abort_grad_sync()
+                        restore(backward.averaged_by_others(self._parameters))
+                        self._end_of_backward(backward)
+                        return
                 yield from self._start_negotiation(backward)
             yield from self._complete(backward)
         except BaseException as error:

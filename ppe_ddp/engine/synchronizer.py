@@ -25,7 +25,7 @@ from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plan
 from ppe_ddp.engine.completion import APART, TOGETHER, Completion
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, multiply
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import refuse_distributed
@@ -49,7 +49,7 @@ from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, WhereUsed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Sequence
+    from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
     import torch
     from torch import Tensor
@@ -237,7 +237,9 @@ class BucketSynchronizer(Synchronizer):
             self.announce()
         reached, weights = backward.waiting or self._nothing, self.weights
         is_left_out = backward.silent or (weights.is_nothing and self._policy.negotiate)
-        local = self._nothing if is_left_out else self.gradients.existing(reached)
+        local = self.gradients.existing(reached)
+        if is_left_out:
+            local = self._nothing
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         turn = backward.turn
@@ -295,7 +297,8 @@ class BucketSynchronizer(Synchronizer):
             weight = self._factor_by_active(answer)
         if backward.turn is not None:
             backward.turn.agree(answer.apart, is_weighed=bool(answer.weights.strip(UNWEIGHTED_BYTES)))
-        views = self._policy.views and not self.gradients.stays_in_place
+        in_place = self.gradients.in_place
+        views = self._policy.views and not in_place
         masks = self._groups.node_masks
 
         def prepare(bucket: Bucket) -> None:
@@ -313,7 +316,7 @@ class BucketSynchronizer(Synchronizer):
             if self.weights.is_nothing:
                 backward.set_aside(zip(bucket.expected, gradients, strict=True))
                 gradients = nothing
-            bucket.hold(gradients, views=views, weight=weight, is_received=len(senders) == 1)
+            bucket.hold(gradients, views=views, in_place=in_place, weight=weight, is_received=len(senders) == 1)
             if self._finite is not None:  # an error in it must find them in the bucket
                 self._finite.look(bucket.expected, gradients)
 
@@ -396,17 +399,18 @@ class BucketSynchronizer(Synchronizer):
             self.sharded_parameters.hand_over(list(present), list(present.values()))
         return bytes(arrived)
 
-    def _drop_gradients(self, but: Container[int] = ()) -> None:
-        """Drop this rank's gradients, except those of parameters whose identities are in ``but``."""
+    def _drop_gradients(self, but: Container[int] = (), aside: Mapping[int, Tensor] | None = None) -> None:
+        """Drop this rank's gradients, also those ``aside``, but for parameters whose identities are in ``but``."""
         parameters = enumerate(self._module_state.parameters)
-        self.gradients.take([i for i, parameter in parameters if id(parameter) not in but])
+        if self.sends_nothing:
+            self.gradients.existing(self._nothing)
+        self.gradients.drop([i for i, parameter in parameters if id(parameter) not in but], aside or {})
 
     def _weigh_alone(self, done: set[int]) -> None:
         """Divide by the counts what no other wrapper of this backward has divided; ``done`` notes it by identity."""
         if self.weights.is_weighed:
             own = {id(one): one.grad for one in self._module_state.parameters if one.grad is not None}
-            for identity in own.keys() - done:
-                own[identity].mul_(self.weights.factor_alone)
+            multiply([own[identity] for identity in own.keys() - done], self.weights.factor_alone)
             done.update(own)
         self.weights.settle()
 
@@ -570,7 +574,7 @@ class BucketSynchronizer(Synchronizer):
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
         if self.weights.is_nothing and not backward.silent:
-            self._drop_gradients(but=() if turn is None else turn.averaged)
+            self._drop_gradients(() if turn is None else turn.averaged, backward.take_aside())
         if turn is not None:
             turn.averaged.update(compress(map(id, self._module_state.parameters), averaged))
         owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
@@ -591,7 +595,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _repair(self, backward: Backward, agreed: bytes) -> Steps:
         """Average the late gradients in a second round; averaging is linear, so the results can be added."""
-        views = self._policy.views and not self.gradients.stays_in_place
+        views = self._policy.views and not self.gradients.in_place
 
         def prepare(bucket: Bucket) -> None:
             self._groups.note(Activity.LATE_BUCKET, bucket.plan.index)
