@@ -1,5 +1,6 @@
 """The distributed optimizer, held to one process that trains on the batches of all ranks."""
 
+import copy
 import io
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -52,6 +53,10 @@ def test_the_norm_is_that_of_all_shards(norm_type):
     loss_of(wrapper, 3, dist.get_rank()).backward()
     (sum(loss_of(twin, 3, rank) for rank in range(3)) / 3).backward()
     parameters = [parameter for parameter in twin.parameters() if parameter.numel()]  # else torch finds no largest one
+    shards = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for foreach in (True, False):
+        with pytest.raises(UnusableError, match=r"the norm of one rank's shards .* call clip_grad_norm_\(\) of the"):
+            nn.utils.clip_grad_norm_(shards, 0.01, norm_type, foreach=foreach)
     norms = optimizer.clip_grad_norm_(0.01, norm_type), nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
     torch.testing.assert_close(*norms)
     optimizer.step()
@@ -260,6 +265,41 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
             optimizer.step()
             optimizer.zero_grad()
     assert_same(wrapper, twin)
+
+
+@on_two_ranks
+def test_of_two_optimizers_of_one_parameter_the_first_is_refused():
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
+    first = DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+    second = DistributedOptimizer(torch.optim.SGD([wrapper.module[0].bias], lr=1.0), wrapper)
+    pulled(wrapper, second)
+    with pytest.raises(UnusableError, match=r"'0\.bias' is also in a DistributedOptimizer that was made later"):
+        first.step()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@on_two_ranks
+def test_a_parameter_of_two_wrappers_gets_the_gradients_of_both(first):
+    shared = seeded(nn.Linear, 6, 6)
+    modules = [nn.Sequential(shared, seeded(nn.Linear, 6, 3 + k)) for k in range(2)]
+    twins = copy.deepcopy(modules)  # together, so that they share the parameter, too
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    owned = [list(wrappers[0].parameters()), list(wrappers[1].module[1].parameters())]
+    optimizers = [
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), wrapper)
+        for parameters, wrapper in zip(owned, wrappers, strict=True)
+    ]
+    plain = [torch.optim.SGD(twins[0].parameters(), lr=0.1), torch.optim.SGD(twins[1][1].parameters(), lr=0.1)]
+    for step in range(2):
+        for k in (first, 1 - first):
+            wrappers[k](data(4, 6, step=step)).pow(2).sum().backward()
+            (sum(twins[k](data(4, 6, rank=rank, step=step)).pow(2).sum() for rank in range(2)) / 2).backward()
+        for optimizer in (*optimizers, *plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        shared.zero_grad()
+    assert_same(wrappers[0], twins[0])
+    assert_same(wrappers[1], twins[1])
 
 
 @on_two_ranks

@@ -1,6 +1,7 @@
 """Checkpoints of a distributed optimizer: each parameter keeps its own state, and all ranks load or none does."""
 
 import copy
+import io
 import re
 import warnings
 
@@ -92,6 +93,23 @@ def test_every_parameter_gets_its_own_step_and_every_group_its_own_rate(tmp_path
     assert steps == [3, 1, 3, 1]
     assert rates == pytest.approx([0.02, 0.01], rel=1e-6)  # one is a float32 tensor
     torch.testing.assert_close(trained, expected, rtol=0.0, atol=0.0)
+
+
+@on_two_ranks
+def test_a_file_that_one_rank_has_written_is_refused_on_the_others():
+    model, optimizer = two_heads("plain", adamw)
+    train(model, optimizer, [0, 1])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    files = [file.getvalue()] * 2
+    dist.broadcast_object_list(files)
+    own = optimizer.state_dict()["state"]["heads.0.weight"]["exp_avg"].to_local().clone()
+    for weights_only in (True, False):
+        state = torch.load(io.BytesIO(files[0]), weights_only=weights_only)
+        with pytest.raises(ValueError, match=r"rank 1 of 2: the state of 'heads\.0\.weight' was saved by rank 0 of 2"):
+            optimizer.load_state_dict(state)
+        optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only))
+    assert torch.equal(optimizer.state_dict()["state"]["heads.0.weight"]["exp_avg"].to_local(), own)
 
 
 def set_to(model, value):

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 logger = logging.getLogger("ppe_ddp")
 
 # Optimizers whose step depends on a whole parameter, or on all parameters, so that shards would give other results.
@@ -35,6 +38,9 @@ _NOT_ELEMENTWISE = {
     "Muon": "works on whole matrices",
     "SparseAdam": "wants sparse gradients",
 }
+
+# By which torch's clip_grad_norm_() and its users find the norm of gradients.
+_NORMS = (torch._foreach_norm, torch.linalg.vector_norm, torch.norm, Tensor.norm)
 
 
 class DistributedOptimizer(Optimizer):
@@ -103,6 +109,7 @@ class DistributedOptimizer(Optimizer):
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
         self._is_stepping, self._last_step = False, -1
+        self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
@@ -135,6 +142,11 @@ class DistributedOptimizer(Optimizer):
     def _take_over(self, group: dict[str, Any]) -> None:
         """Put master weights in the place of the parameters in ``group``, without those that are frozen."""
         masters: list[MasterWeight] = []
+        given = set(map(id, group["params"]))
+        for other in set(self._everyone) - {self}:
+            for master in other._masters:
+                if id(master.shard.parameter) in given:
+                    other._lost = master.shard.name
         for parameter in group["params"]:
             state = self._inner.state.pop(parameter, None)
             if (index := self._index.get(id(parameter))) is None:
@@ -165,6 +177,11 @@ class DistributedOptimizer(Optimizer):
             self._model.assign_gradients()
             self._share_inf_checks()
         return self._inner.param_groups
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
+        return self._model.group
 
     @property
     def model_parameters(self) -> list[nn.Parameter]:
@@ -245,6 +262,11 @@ class DistributedOptimizer(Optimizer):
                 Some parameters have old values until the next step, which gathers all of them.
             CommunicationError: A rank is lost.
         """
+        if self._lost is not None:
+            raise UnusableError(
+                f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
+                "averaged gradients since: step that one. Two optimizers must have different parameters"
+            )
         loss = None
         if closure is not None:
             loss = self._loss_of(closure)
@@ -535,6 +557,11 @@ class ScaleCheck:
         self._copies = copies
         self._found: list[Tensor] = []
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have shards of these gradients."""
+        return max(map(dist.get_world_size, self._copies.parents))
+
     @uncompiled
     def add(self, found: Tensor) -> None:
         """Take the result of one call. The last call gets the maximum over all calls of all ranks."""
@@ -550,7 +577,10 @@ class ScaleCheck:
 
 
 class SharedScaleCheck(Tensor):
-    """A gradient shard whose check for inf is shared by all ranks; all other functions work as on any tensor."""
+    """A gradient shard whose check for inf is shared by all ranks.
+
+    Its norm is refused, as it would be that of one rank; all other functions work as on any tensor.
+    """
 
     _check: ScaleCheck
 
@@ -570,8 +600,18 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
+            if func in _NORMS and _check_of(args[0]).ranks > 1:
+                raise UnusableError(
+                    "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
+                    "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
+                    "the norm of a shard itself is that of its detach()"
+                )
             result = func(*args, **(kwargs or {}))
             if is_scaler_check(func):
-                check = next(gradient._check for gradient in args[0] if isinstance(gradient, cls))
-                check.add(args[1])
+                _check_of(args[0]).add(args[1])
             return result
+
+
+def _check_of(gradients: Tensor | Sequence[Tensor]) -> ScaleCheck:
+    given = [gradients] if isinstance(gradients, Tensor) else gradients
+    return next(gradient._check for gradient in given if isinstance(gradient, SharedScaleCheck))

@@ -173,13 +173,13 @@ class _CheckpointPart:
             return value.detach().clone()
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
         own: Tensor = value.to_local()  # type: ignore[attr-defined]
-        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        place = value.device_mesh.get_coordinate()[0]  # type: ignore[attr-defined]  # pickled: of the rank that saved
         start, stop = bounds_of(master.shard.parameter.numel(), self._rank, self._world_size)
         if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
                 f"the state of {master.shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
-                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
-                "of ranks"
+                "shards, which fit that rank only. Let each rank save and load a file of its own, or save by a "
+                "Checkpointer or torch.distributed.checkpoint, whose files any number of ranks can load"
             )
         return own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
