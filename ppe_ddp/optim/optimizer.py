@@ -265,7 +265,7 @@ class DistributedOptimizer(Optimizer):
         if self._lost is not None:
             raise UnusableError(
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
-                "averaged gradients since: step that one. Two optimizers must have different parameters"
+                "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
         loss = None
         if closure is not None:
