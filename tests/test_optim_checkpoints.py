@@ -129,6 +129,25 @@ def test_what_is_saved_are_the_weights_that_the_model_was_given():
 
 
 @on_two_ranks
+def test_saving_what_is_there_for_a_while_changes_no_master_weight():
+    """As an average of the weights, which a user evaluates and saves before putting his own ones back."""
+    model, optimizer = halves(adagrad, torch.float32)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    own, master = model.module.weight.detach().clone(), optimizer.param_groups[0]["params"][0]
+    before = master.detach().clone()
+    set_to(model, 0.5)
+    assert optimizer.state_dict()["master"]["weight"].to_local().tolist() == [0.5] * 6
+    with torch.no_grad():
+        model.module.weight.copy_(own)
+    optimizer.zero_grad()
+    model(torch.zeros(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(master, before)
+    assert not torch.equal(master, own.view(-1)[6 * dist.get_rank() :][:6].float())
+
+
+@on_two_ranks
 def test_a_checkpoint_without_master_weights_keeps_the_model_that_is_loaded():
     saved = halves(adagrad, torch.bfloat16)[1].state_dict()
     assert not saved["master"]

@@ -386,7 +386,7 @@ class DistributedOptimizer(Optimizer):
         for hook in before:
             hook(self)
         self.synchronize()
-        self._masters.refresh()
+        self._masters.follow()
         self._flat_step.separate()
         state = optimizer_state.collect(self._inner, self._masters, self._model)
         for hook in after:

@@ -78,7 +78,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
     return {
         "state": state,
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
-        "master": {m.shard.name: _saved(m.weight.detach(), m, model, meshes) for m in masters if not m.is_alias},
+        "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
         "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
     }
@@ -215,6 +215,12 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
         own = whole[start:stop].clone()
     mesh, shape = meshes[own.device.type], torch.Size([numel])
     return DTensor.from_local(own, mesh, [Cut(0)], run_check=False, shape=shape, stride=(1,))
+
+
+def _master(master: MasterWeight) -> Tensor:
+    # The master weight itself stays: a user who has swapped in other parameters puts the rounded ones back.
+    written = master.written()
+    return master.weight.detach() if written is None else written
 
 
 def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:

@@ -161,6 +161,11 @@ class ShardedParameters(ShardedModel):
             return flat
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # a view would keep the whole average alive
 
+    def averaged(self) -> list[int]:
+        """The indices of parameters that have an average that was not cleared; the same on all ranks."""
+        with without_torch_function():
+            return [i for i, k in self._index.items() if self._gradients[k].exists]
+
     def release(self) -> None:
         """Free the memory of gradients that were cleared."""
         if not self._may_release:
