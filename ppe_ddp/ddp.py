@@ -324,8 +324,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             apart: False synchronizes backwards again. Parameters are still not compared.
 
         Raises:
-            UnusableError: ``ppe_ddp.elastic`` trains the wrapper.
+            UnusableError: ``ppe_ddp.elastic`` trains the wrapper, or a ``DistributedOptimizer`` has its shards.
         """
+        if apart and self._reducer is not None and self._reducer.synchronizer.sharded_parameters is not None:
+            raise UnusableError(
+                "a DistributedOptimizer needs gradients that are averaged in backward, and LocalSGD, DiLoCo and "
+                "train_apart() average none: wrap the module anew, and use a plain optimizer"
+            )
         if apart and self._reducer is not None and self._reducer.synchronizer.commits is not None:
             raise UnusableError(
                 "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
@@ -406,6 +411,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """
         if (reducer := self._ready()) is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        if self._is_apart:
+            raise UnusableError(
+                "a DistributedOptimizer needs gradients that are averaged in backward, and after train_apart(), which "
+                "LocalSGD and DiLoCo call, none is: use a plain optimizer"
+            )
         return reducer.synchronizer.shard()
 
     @uncompiled

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -368,6 +369,20 @@ def test_what_cannot_be_sharded_is_refused():
         DistributedOptimizer(torch.optim.SGD, nn.Linear(2, 2))
     with pytest.raises(TypeError, match="lr: only for an optimizer that is given as a class"):
         DistributedOptimizer(torch.optim.SGD(wrapper.parameters()), wrapper, lr=1.0)
+    hooked = torch.optim.SGD(wrapper.parameters())
+    hooked.register_state_dict_post_hook(print)
+    with pytest.raises(ValueError, match="this SGD has hooks for its state_dict"):
+        DistributedOptimizer(hooked, wrapper)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(optimizer)
+    with pytest.raises(UnusableError, match="a DistributedOptimizer needs gradients that are averaged in backward"):
+        wrapper.train_apart()
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
+    wrapper.train_apart()
+    with pytest.raises(UnusableError, match=r"after train_apart\(\), which LocalSGD and DiLoCo call"):
+        DistributedOptimizer(torch.optim.SGD, wrapper)
 
 
 def test_the_parameters_in_the_place_of_the_optimizer_are_refused():

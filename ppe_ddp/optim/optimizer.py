@@ -12,7 +12,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,11 @@ class DistributedOptimizer(Optimizer):
         elif defaults:
             raise TypeError(f"{', '.join(defaults)}: only for an optimizer that is given as a class")
         _check_elementwise(optimizer)
+        if any(chain(*state_hooks(optimizer, loads=False), *state_hooks(optimizer, loads=True))):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has hooks for its state_dict, which has another form now: register "
+                "them on the DistributedOptimizer"
+            )
         self._inner = optimizer
         self._dtype = master_dtype
         self._masters = MasterWeights()
@@ -136,7 +142,8 @@ class DistributedOptimizer(Optimizer):
             if id(parameter) not in self._index and id(parameter) not in self._frozen:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is none of the model's "
-                    "trainable ones: construct it on model.parameters(), after wrapping and unfreezing"
+                    "trainable ones, or that the wrapper ignores: construct it after wrapping and unfreezing, on those "
+                    "of model.parameters() that the wrapper averages"
                 )
 
     def _take_over(self, group: dict[str, Any]) -> None:
@@ -219,6 +226,12 @@ class DistributedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled, as it belongs to a model and its ranks: keep its "
+            "state_dict(), and load it into one that is made for the other model"
+        )
 
     # ------------------------------------------------------------------ a step
 
