@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -276,6 +276,23 @@ def test_of_two_optimizers_of_one_parameter_the_first_is_refused():
     pulled(wrapper, second)
     with pytest.raises(UnusableError, match=r"'0\.bias' is also in a DistributedOptimizer that was made later"):
         first.step()
+
+
+@pytest.mark.parametrize("difference", ["rate", "class", "order"])
+@on_two_ranks
+def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference):
+    is_other = dist.get_rank() == 1
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
+    kind = torch.optim.Adam if is_other and difference == "class" else torch.optim.SGD
+    parameters = list(wrapper.parameters())[:: -1 if is_other and difference == "order" else 1]
+    inner = kind(parameters, lr=0.1 + (is_other and difference == "rate"))
+    optimizer = DistributedOptimizer(inner, wrapper)
+    words = {"rate": r"lr=1\.1.* lr=0\.1", "class": "Adam .* SGD ", "order": r"'0\.bias'.*'0\.weight'"}[difference]
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: .*" + words):
+            wrapper(data(2, 6)).sum().backward()
+    for group in optimizer.param_groups:
+        assert all(weight.grad is None for weight in group["params"])
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -215,7 +215,8 @@ class BucketSynchronizer(Synchronizer):
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
             self.check()
             self._groups.await_start()
-            self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
+            require_same = self.negotiation.use_plug
+            self.sharded_parameters = ShardedParameters(self._groups, self._module_state, require_same)
             self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters
 

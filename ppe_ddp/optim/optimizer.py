@@ -223,6 +223,9 @@ class DistributedOptimizer(Optimizer):
 
     def _note_made(self) -> None:
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
+        first = self._masters[0].shard.name if self._masters else "nothing"
+        titles = optimizer_state.described(self._inner, self._masters, self._dtype)
+        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"

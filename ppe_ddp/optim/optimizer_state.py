@@ -35,6 +35,18 @@ _SCALARS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers th
 _PROBE = 3  # elements of a trial parameter, and so of each state entry that is cut like its parameter
 
 
+def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torch.dtype) -> list[str]:
+    """What must be the same on all ranks, as each trains its own shards by it: class, groups and hyper-parameters."""
+    names = {id(master.weight): master.shard.name for master in masters}
+    lines = [f"{type(optimizer).__name__} with master weights of {dtype}"]
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+        plain = {key: value for key, value in sorted(options.items()) if isinstance(value, bool | int | float | tuple)}
+        lines.extend(f"group {number} with {key}={value}" for key, value in plain.items())
+        lines.extend(f"{names[id(weight)]!r} in group {number}" for weight in group["params"])
+    return lines
+
+
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
     """This rank's part of a whole parameter's state, in the precision of the master weight.
 
