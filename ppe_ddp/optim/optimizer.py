@@ -616,7 +616,7 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
-            if func in _NORMS and _check_of(args[0]).ranks > 1:
+            if func in _NORMS and args and _check_of(args[0]).ranks > 1:
                 raise UnusableError(
                     "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
                     "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
