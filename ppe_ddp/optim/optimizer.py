@@ -61,9 +61,12 @@ class DistributedOptimizer(Optimizer):
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer, with 1-D master weights in place of the parameters. Changes of
-    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``.
+    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``, which
+    raises :class:`ppe_ddp.errors.UnusableError`.
 
-    All ranks of the model's group must construct it together, with the same groups. They must call :meth:`step`,
+    All ranks of the model's group must construct it together, of the same class, with the same groups and
+    hyper-parameters (else the next backward of a plain wrapper is a ``DisagreementError``). A parameter is in one
+    ``DistributedOptimizer``: ``step()`` of an earlier one that has it raises. All ranks must call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -83,8 +86,10 @@ class DistributedOptimizer(Optimizer):
         **defaults: Keywords for an optimizer class.
 
     Raises:
-        ValueError: The optimizer is not element-wise, or has parameters that the model does not have.
+        ValueError: The optimizer is not element-wise, has parameters that the model does not have, or hooks for its
+            state dict.
         TypeError: ``optimizer`` is no optimizer, there is no ``model``, or it cannot shard.
+        UnusableError: The wrapper trains apart.
     """
 
     _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
