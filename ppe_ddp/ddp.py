@@ -145,8 +145,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._precision = Precision(mixed_precision)
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         # Loading is no write by a forward, also where a larger module loads its state.
-        self.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_before_loading)
+        self.register_load_state_dict_post_hook(_after_loading)
         self._written: list[str] = []  # submodules whose buffers are to be marked: after loading, or in a copy's start
         self._synchronizes = True
         self._is_copy = self._is_apart = False
@@ -337,8 +337,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             apart: False synchronizes backwards again. Parameters are still not compared.
 
         Raises:
-            UnusableError: ``ppe_ddp.elastic`` trains the wrapper.
+            UnusableError: ``ppe_ddp.elastic`` trains the wrapper, or a ``DistributedOptimizer`` has its shards.
         """
+        if apart and self._reducer is not None and self._reducer.synchronizer.sharded_parameters is not None:
+            raise UnusableError(
+                "a DistributedOptimizer needs gradients that are averaged in backward, and LocalSGD, DiLoCo and "
+                "train_apart() average none: wrap the module anew, and use a plain optimizer"
+            )
         if apart and self._reducer is not None and self._reducer.synchronizer.commits is not None:
             raise UnusableError(
                 "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
@@ -419,6 +424,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """
         if (reducer := self._ready()) is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
+        if self._is_apart:
+            raise UnusableError(
+                "a DistributedOptimizer needs gradients that are averaged in backward, and after train_apart(), which "
+                "LocalSGD and DiLoCo call, none is: use a plain optimizer"
+            )
         for name, module in self.module.named_modules():
             if isinstance(module, ModuleWrapper):
                 raise ValueError(

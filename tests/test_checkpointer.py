@@ -112,6 +112,7 @@ def go_on_with_two(folder):
         assert (restored.step, restored.position, restored.positions) == (3, None, [0, 1, 2])
         assert torch.equal(chance, torch.get_rng_state())
         assert all(map(torch.equal, first.bits()[0], other.bits()[0]))
+        assert other.schedule.state_dict() == first.schedule.state_dict()
         other.step()
 
 
@@ -447,6 +448,45 @@ def test_outer_steps_that_are_not_saved_are_an_error():
         checkpointer.save(1)
 
 
+class Counter:
+    """Anything with a state."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+@on_two_ranks
+def test_modules_with_other_names_and_shapes_on_each_rank_go_on_on_each():
+    rank, folder = dist.get_rank(), shared_folder()
+
+    def made():
+        net = nn.ModuleDict({"shared": nn.Linear(2, 2 + rank), f"stage{rank}": nn.Linear(2, 2)})
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        sum(layer(torch.ones(2)).sum() for layer in net.values()).backward()
+        optimizer.step()
+        return {"net": net, "optimizer": optimizer, "same": Counter(5), "other": Counter(rank)}
+
+    parts, again = made(), made()
+    Checkpointer(folder, parts).save(1)
+    Checkpointer(folder, again).load()
+    for name in ("net", "optimizer"):
+        assert equal(again[name].state_dict(), parts[name].state_dict())
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    counters = {"same": Counter(0), "other": Counter(7)}
+    Checkpointer(folder, counters, process_group=alone).load()
+    assert [one.count for one in counters.values()] == [5, 7]  # one process cannot have both
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=alone)
+    optimizer = DistributedOptimizer(torch.optim.Adam, model)
+    with pytest.raises(ValueError, match=r"'optimizer' has shards on 1 ranks, .* and this Checkpointer has 2"):
+        Checkpointer(folder, {"optimizer": optimizer})
+
+
 def test_a_process_alone(lone_rank, folder):
     lone_rank.run(go_on_alone, folder)
 
@@ -478,6 +518,11 @@ def go_on_alone(folder):
     assert its_optimizer.state == {}
     with pytest.raises(CheckpointError, match=r"it is a Hostile with .*, and loading that would run code"):
         its_checkpointer.save(2, position=Hostile())
+    with pytest.raises(CheckpointError, match="step is how many steps were taken, not -1"):
+        its_checkpointer.save(-1)
+    its_optimizer.state[next(again.parameters())][0] = 1.0
+    with pytest.raises(CheckpointError, match=r"optimizer\.state\.0\.0 cannot be saved: a key there must be a text"):
+        its_checkpointer.save(2)
     assert its_checkpointer.steps() == [0, 1]
     with pytest.raises(CheckpointError, match=r"lacks \['model.more.*and has \['model.bias'"):
         Checkpointer(folder, {"model": nn.ParameterDict({"weight": torch.ones(3, 3), "more": torch.ones(1)})}).load()

@@ -1,6 +1,8 @@
 """The distributed optimizer, held to one process that trains on the batches of all ranks."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -52,6 +54,10 @@ def test_the_norm_is_that_of_all_shards(norm_type):
     loss_of(wrapper, 3, dist.get_rank()).backward()
     (sum(loss_of(twin, 3, rank) for rank in range(3)) / 3).backward()
     parameters = [parameter for parameter in twin.parameters() if parameter.numel()]  # else torch finds no largest one
+    shards = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for foreach in (True, False):
+        with pytest.raises(UnusableError, match=r"the norm of one rank's shards .* call clip_grad_norm_\(\) of the"):
+            nn.utils.clip_grad_norm_(shards, 0.01, norm_type, foreach=foreach)
     norms = optimizer.clip_grad_norm_(0.01, norm_type), nn.utils.clip_grad_norm_(parameters, 0.01, norm_type)
     torch.testing.assert_close(*norms)
     optimizer.step()
@@ -263,6 +269,58 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
 
 
 @on_two_ranks
+def test_of_two_optimizers_of_one_parameter_the_first_is_refused():
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
+    first = DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+    second = DistributedOptimizer(torch.optim.SGD([wrapper.module[0].bias], lr=1.0), wrapper)
+    pulled(wrapper, second)
+    with pytest.raises(UnusableError, match=r"'0\.bias' is also in a DistributedOptimizer that was made later"):
+        first.step()
+
+
+@pytest.mark.parametrize("difference", ["rate", "class", "order"])
+@on_two_ranks
+def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference):
+    is_other = dist.get_rank() == 1
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
+    kind = torch.optim.Adam if is_other and difference == "class" else torch.optim.SGD
+    parameters = list(wrapper.parameters())[:: -1 if is_other and difference == "order" else 1]
+    inner = kind(parameters, lr=0.1 + (is_other and difference == "rate"))
+    optimizer = DistributedOptimizer(inner, wrapper)
+    words = {"rate": r"lr=1\.1.* lr=0\.1", "class": "Adam .* SGD ", "order": r"'0\.bias'.*'0\.weight'"}[difference]
+    for _ in range(2):
+        with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: .*" + words):
+            wrapper(data(2, 6)).sum().backward()
+    for group in optimizer.param_groups:
+        assert all(weight.grad is None for weight in group["params"])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@on_two_ranks
+def test_a_parameter_of_two_wrappers_gets_the_gradients_of_both(first):
+    shared = seeded(nn.Linear, 6, 6)
+    modules = [nn.Sequential(shared, seeded(nn.Linear, 6, 3 + k)) for k in range(2)]
+    twins = copy.deepcopy(modules)  # together, so that they share the parameter, too
+    wrappers = [DistributedDataParallel(module) for module in modules]
+    owned = [list(wrappers[0].parameters()), list(wrappers[1].module[1].parameters())]
+    optimizers = [
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), wrapper)
+        for parameters, wrapper in zip(owned, wrappers, strict=True)
+    ]
+    plain = [torch.optim.SGD(twins[0].parameters(), lr=0.1), torch.optim.SGD(twins[1][1].parameters(), lr=0.1)]
+    for step in range(2):
+        for k in (first, 1 - first):
+            wrappers[k](data(4, 6, step=step)).pow(2).sum().backward()
+            (sum(twins[k](data(4, 6, rank=rank, step=step)).pow(2).sum() for rank in range(2)) / 2).backward()
+        for optimizer in (*optimizers, *plain):
+            optimizer.step()
+            optimizer.zero_grad()
+        shared.zero_grad()
+    assert_same(wrappers[0], twins[0])
+    assert_same(wrappers[1], twins[1])
+
+
+@on_two_ranks
 def test_named_parameters_are_added_later():
     wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
     named = list(wrapper.module.named_parameters())
@@ -331,6 +389,20 @@ def test_what_cannot_be_sharded_is_refused():
         DistributedOptimizer(torch.optim.SGD, outer, lr=1.0)
     with pytest.raises(TypeError, match="lr: only for an optimizer that is given as a class"):
         DistributedOptimizer(torch.optim.SGD(wrapper.parameters()), wrapper, lr=1.0)
+    hooked = torch.optim.SGD(wrapper.parameters())
+    hooked.register_state_dict_post_hook(print)
+    with pytest.raises(ValueError, match="this SGD has hooks for its state_dict"):
+        DistributedOptimizer(hooked, wrapper)
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            copied(optimizer)
+    with pytest.raises(UnusableError, match="a DistributedOptimizer needs gradients that are averaged in backward"):
+        wrapper.train_apart()
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
+    wrapper.train_apart()
+    with pytest.raises(UnusableError, match=r"after train_apart\(\), which LocalSGD and DiLoCo call"):
+        DistributedOptimizer(torch.optim.SGD, wrapper)
 
 
 def test_the_parameters_in_the_place_of_the_optimizer_are_refused():

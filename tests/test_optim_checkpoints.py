@@ -1,6 +1,7 @@
 """Checkpoints of a distributed optimizer: each parameter keeps its own state, and all ranks load or none does."""
 
 import copy
+import io
 import re
 import warnings
 
@@ -94,6 +95,23 @@ def test_every_parameter_gets_its_own_step_and_every_group_its_own_rate(tmp_path
     torch.testing.assert_close(trained, expected, rtol=0.0, atol=0.0)
 
 
+@on_two_ranks
+def test_a_file_that_one_rank_has_written_is_refused_on_the_others():
+    model, optimizer = two_heads("plain", adamw)
+    train(model, optimizer, [0, 1])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    files = [file.getvalue()] * 2
+    dist.broadcast_object_list(files)
+    own = optimizer.state_dict()["state"]["heads.0.weight"]["exp_avg"].to_local().clone()
+    for weights_only in (True, False):
+        state = torch.load(io.BytesIO(files[0]), weights_only=weights_only)
+        with pytest.raises(ValueError, match=r"rank 1 of 2: the state of 'heads\.0\.weight' was saved by rank 0 of 2"):
+            optimizer.load_state_dict(state)
+        optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only))
+    assert torch.equal(optimizer.state_dict()["state"]["heads.0.weight"]["exp_avg"].to_local(), own)
+
+
 def set_to(model, value):
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,6 +126,25 @@ def test_what_is_saved_are_the_weights_that_the_model_was_given():
     set_to(model, 0.25)
     optimizer.load_state_dict(saved)
     assert torch.equal(model.module.weight, torch.full((3, 4), 0.5, dtype=torch.bfloat16))
+
+
+@on_two_ranks
+def test_saving_what_is_there_for_a_while_changes_no_master_weight():
+    """As an average of the weights, which a user evaluates and saves before putting his own ones back."""
+    model, optimizer = halves(adagrad, torch.float32)
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    own, master = model.module.weight.detach().clone(), optimizer.param_groups[0]["params"][0]
+    before = master.detach().clone()
+    set_to(model, 0.5)
+    assert optimizer.state_dict()["master"]["weight"].to_local().tolist() == [0.5] * 6
+    with torch.no_grad():
+        model.module.weight.copy_(own)
+    optimizer.zero_grad()
+    model(torch.zeros(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert torch.equal(master, before)
+    assert not torch.equal(master, own.view(-1)[6 * dist.get_rank() :][:6].float())
 
 
 @on_two_ranks

@@ -517,6 +517,26 @@ def test_ranks_that_have_run_out_are_not_counted_where_used():
                 assert_gradients(module, want)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+@on_two_ranks
+def test_a_rank_with_an_average_from_before_counts_where_used(is_sharded):
+    module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    wrapper = DistributedDataParallel(module, average_where_used="1.*")
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(optimizer, wrapper) if is_sharded else optimizer
+    updates = []
+    for to_none, counts in ((True, [1, 1]), (False, [2, 1]), (False, [1])):
+        before = module[1].weight.item()
+        for step, count in enumerate(counts):
+            used = module[: 1 + (dist.get_rank() == step)]  # rank `step` alone uses the second layer
+            sum(layer.weight.sum() * count for layer in used).backward()
+            wrapper.finish_grad_sync()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        updates.append(round(before - module[1].weight.item(), 4))
+    assert updates == [1.5, 2.5, 0.5]
+
+
 def gradients_of_rank(rank):
     twin = seeded(mlp, 4, 5, 2)
     loss_of(twin, rank).backward()

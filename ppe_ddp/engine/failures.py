@@ -58,7 +58,8 @@ UPDATE = "DistributedOptimizer.step()"
 """The phase after a backward in which each rank updates its shards, and parameters are gathered."""
 _JOIN = "for uneven numbers of batches train in `with model.join():`"
 EQUALLY_OFTEN = (
-    "Every rank must run the same number of synchronized backwards of each wrapper: for one that has none in this step "
+    "Every rank must run the same number of synchronized backwards of each wrapper, and call step() of a "
+    "DistributedOptimizer after the same ones: for a wrapper that has no backward in this step "
     "call model.finish_grad_sync() on it, and where other wrappers have a backward, model.start_grad_sync() before "
     f"that backward, or the ranks wait for one another; {_JOIN}"
 )

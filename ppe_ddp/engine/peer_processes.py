@@ -104,7 +104,7 @@ class Position(NamedTuple):
             Activity.DONE: f"had completed step {self.step} and begun no other",
             Activity.SUM: f"was summing numbers over the ranks in step {self.step}",
             Activity.SUMMED: f"had completed step {self.step} and begun no other",
-            Activity.GATHER: f"was gathering the parameters that step {self.step} has updated",
+            Activity.GATHER: f"was gathering the parameters of step {self.step}, in DistributedOptimizer.step()",
             Activity.GATHERED: f"had gathered the parameters of step {self.step} and begun no other",
         }[self.activity]
 

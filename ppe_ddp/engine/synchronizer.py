@@ -216,7 +216,8 @@ class BucketSynchronizer(Synchronizer):
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
             self.check()
             self._groups.await_start()
-            self.sharded_parameters = ShardedParameters(self._groups, self._module_state)
+            require_same = self.negotiation.use_plug
+            self.sharded_parameters = ShardedParameters(self._groups, self._module_state, require_same)
             self.use_reduction(self.reduction, self._packing)
         return self.sharded_parameters
 
@@ -531,7 +532,7 @@ class BucketSynchronizer(Synchronizer):
         if drift is not None and self._groups.step % drift.every == 0:
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
-            users = self._where_used.field(self._held(backward))
+            users = self._where_used.field(self._users(backward))
         # Late gradients depend on timing, so they may differ even if all ranks have the same gradients.
         vote = self.negotiation.start(
             mask,
@@ -549,6 +550,11 @@ class BucketSynchronizer(Synchronizer):
     def _held(self, backward: Backward) -> set[int]:
         """The parameters of which this rank has contributed a gradient in this step."""
         return set(backward.late).union(*(schedule.held for schedule in backward.rounds))
+
+    def _users(self, backward: Backward) -> set[int]:
+        """The parameters that this rank has used: with a gradient now, or an average in ``.grad`` from before."""
+        shards = self.sharded_parameters
+        return self._held(backward).union(() if shards is None or backward.has_run_out else shards.averaged())
 
     def _factors(self, backward: Backward, users: bytes) -> dict[int, float]:
         """The factors of the averages over all ranks, by parameter index."""

@@ -60,6 +60,14 @@ class MasterWeight:
             return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
         return parameter.reshape(-1)[shard.start : shard.stop].clone()
 
+    def written(self) -> Tensor | None:
+        """The master weight with the values that other code has written into the parameter; None if it has not."""
+        own = self.own()
+        rounded = self.weight.to(own.dtype)
+        if own.is_cpu and _are_equal(own, rounded):  # the host would wait for a GPU
+            return None
+        return torch.where(own != rounded, own.to(self.dtype), self.weight)
+
     def follow(self) -> None:
         """Take the place in memory of the parameter, which other code has moved; be a copy if its memory has holes."""
         self.weight.data = self.own()
@@ -99,10 +107,12 @@ class MasterWeights(list[MasterWeight]):
     def refresh(self) -> None:
         """Give the master weights the values of their parameters, where other code has written these."""
         for master in self._copies:
-            own = master.own()
-            rounded = master.weight.to(own.dtype)
-            if not (own.is_cpu and _are_equal(own, rounded)):  # the host would wait for a GPU
-                master.weight.data = torch.where(own != rounded, own.to(master.dtype), master.weight)
+            if (written := master.written()) is not None:
+                master.weight.data = written
+        self.follow()
+
+    def follow(self) -> None:
+        """Let those that are views of parameters have their memory, where other code has moved these."""
         if list(map(torch.Tensor.data_ptr, self._aliased)) != self._addresses:
             for master in self:
                 if master.is_alias:

@@ -12,7 +12,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 logger = logging.getLogger("ppe_ddp")
 
 # Optimizers whose step depends on a whole parameter, or on all parameters, so that shards would give other results.
@@ -35,6 +39,9 @@ _NOT_ELEMENTWISE = {
     "Muon": "works on whole matrices",
     "SparseAdam": "wants sparse gradients",
 }
+
+# By which torch's clip_grad_norm_() and its users find the norm of gradients.
+_NORMS = (torch._foreach_norm, torch.linalg.vector_norm, torch.norm, Tensor.norm)
 
 
 class DistributedOptimizer(Optimizer):
@@ -54,9 +61,12 @@ class DistributedOptimizer(Optimizer):
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer, with 1-D master weights in place of the parameters. Changes of
-    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``.
+    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``, which
+    raises :class:`ppe_ddp.errors.UnusableError`.
 
-    All ranks of the model's group must construct it together, with the same groups. They must call :meth:`step`,
+    All ranks of the model's group must construct it together, of the same class, with the same groups and
+    hyper-parameters (else the next backward of a plain wrapper is a ``DisagreementError``). A parameter is in one
+    ``DistributedOptimizer``: ``step()`` of an earlier one that has it raises. All ranks must call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
 
     Method: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
@@ -76,9 +86,10 @@ class DistributedOptimizer(Optimizer):
         **defaults: Keywords for an optimizer class.
 
     Raises:
-        ValueError: The optimizer is not element-wise, or has parameters that the model does not have. Or the model has
-            another wrapper inside.
+        ValueError: The optimizer is not element-wise, has parameters that the model does not have, or hooks for its
+            state dict. Or the model has another wrapper inside.
         TypeError: ``optimizer`` is no optimizer, there is no ``model``, or it cannot shard.
+        UnusableError: The wrapper trains apart.
     """
 
     _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
@@ -99,11 +110,17 @@ class DistributedOptimizer(Optimizer):
         elif defaults:
             raise TypeError(f"{', '.join(defaults)}: only for an optimizer that is given as a class")
         _check_elementwise(optimizer)
+        if any(chain(*state_hooks(optimizer, loads=False), *state_hooks(optimizer, loads=True))):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has hooks for its state_dict, which has another form now: register "
+                "them on the DistributedOptimizer"
+            )
         self._inner = optimizer
         self._dtype = master_dtype
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
         self._is_stepping, self._last_step = False, -1
+        self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
@@ -138,13 +155,18 @@ class DistributedOptimizer(Optimizer):
                     "DistributedOptimizer(..., model.sharded(experts=True))"
                 )
             raise ValueError(
-                f"{what} is none of the model's trainable ones: construct it on model.parameters(), after "
-                "wrapping and unfreezing"
+                f"{what} is none of the model's trainable ones, or that the wrapper ignores: construct it after "
+                "wrapping and unfreezing, on those of model.parameters() that the wrapper averages"
             )
 
     def _take_over(self, group: dict[str, Any]) -> None:
         """Put master weights in the place of the parameters in ``group``, without those that are frozen."""
         masters: list[MasterWeight] = []
+        given = set(map(id, group["params"]))
+        for other in set(self._everyone) - {self}:
+            for master in other._masters:
+                if id(master.shard.parameter) in given:
+                    other._lost = master.shard.name
         for parameter in group["params"]:
             state = self._inner.state.pop(parameter, None)
             if (index := self._index.get(id(parameter))) is None:
@@ -175,6 +197,11 @@ class DistributedOptimizer(Optimizer):
             self._model.assign_gradients()
             self._share_inf_checks()
         return self._inner.param_groups
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks that share the parameters."""
+        return self._model.group
 
     @property
     def model_parameters(self) -> list[nn.Parameter]:
@@ -209,9 +236,18 @@ class DistributedOptimizer(Optimizer):
 
     def _note_made(self) -> None:
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
+        first = self._masters[0].shard.name if self._masters else "nothing"
+        titles = optimizer_state.described(self._inner, self._masters, self._dtype)
+        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled, as it belongs to a model and its ranks: keep its "
+            "state_dict(), and load it into one that is made for the other model"
+        )
 
     # ------------------------------------------------------------------ a step
 
@@ -255,6 +291,11 @@ class DistributedOptimizer(Optimizer):
                 Some parameters have old values until the next step, which gathers all of them.
             CommunicationError: A rank is lost.
         """
+        if self._lost is not None:
+            raise UnusableError(
+                f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
+                "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
+            )
         loss = None
         if closure is not None:
             loss = self._loss_of(closure)
@@ -374,7 +415,7 @@ class DistributedOptimizer(Optimizer):
         for hook in before:
             hook(self)
         self.synchronize()
-        self._masters.refresh()
+        self._masters.follow()
         self._flat_step.separate()
         state = optimizer_state.collect(self._inner, self._masters, self._model)
         for hook in after:
@@ -545,6 +586,11 @@ class ScaleCheck:
         self._copies = copies
         self._found: list[Tensor] = []
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have shards of these gradients."""
+        return max(map(dist.get_world_size, self._copies.parents))
+
     @uncompiled
     def add(self, found: Tensor) -> None:
         """Take the result of one call. The last call gets the maximum over all calls of all ranks."""
@@ -560,7 +606,10 @@ class ScaleCheck:
 
 
 class SharedScaleCheck(Tensor):
-    """A gradient shard whose check for inf is shared by all ranks; all other functions work as on any tensor."""
+    """A gradient shard whose check for inf is shared by all ranks.
+
+    Its norm is refused, as it would be that of one rank; all other functions work as on any tensor.
+    """
 
     _check: ScaleCheck
 
@@ -580,8 +629,18 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
+            if func in _NORMS and args and _check_of(args[0]).ranks > 1:
+                raise UnusableError(
+                    "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
+                    "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
+                    "the norm of a shard itself is that of its detach()"
+                )
             result = func(*args, **(kwargs or {}))
             if is_scaler_check(func):
-                check = next(gradient._check for gradient in args[0] if isinstance(gradient, cls))
-                check.add(args[1])
+                _check_of(args[0]).add(args[1])
             return result
+
+
+def _check_of(gradients: Tensor | Sequence[Tensor]) -> ScaleCheck:
+    given = [gradients] if isinstance(gradients, Tensor) else gradients
+    return next(gradient._check for gradient in given if isinstance(gradient, SharedScaleCheck))

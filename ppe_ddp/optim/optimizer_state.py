@@ -35,6 +35,18 @@ _SCALARS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers th
 _PROBE = 3  # elements of a trial parameter, and so of each state entry that is cut like its parameter
 
 
+def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torch.dtype) -> list[str]:
+    """What must be the same on all ranks, as each trains its own shards by it: class, groups and hyper-parameters."""
+    names = {id(master.weight): master.shard.name for master in masters}
+    lines = [f"{type(optimizer).__name__} with master weights of {dtype}"]
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+        plain = {key: value for key, value in sorted(options.items()) if isinstance(value, bool | int | float | tuple)}
+        lines.extend(f"group {number} with {key}={value}" for key, value in plain.items())
+        lines.extend(f"{names[id(weight)]!r} in group {number}" for weight in group["params"])
+    return lines
+
+
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
     """This rank's part of a whole parameter's state, in the precision of the master weight.
 
@@ -78,7 +90,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
     return {
         "state": state,
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
-        "master": {m.shard.name: _saved(m.weight.detach(), m, model, meshes) for m in masters if not m.is_alias},
+        "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
         "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
     }
@@ -173,13 +185,13 @@ class _CheckpointPart:
             return value.detach().clone()
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
         own: Tensor = value.to_local()  # type: ignore[attr-defined]
-        place = value.device_mesh.get_local_rank()  # type: ignore[attr-defined]
+        place = value.device_mesh.get_coordinate()[0]  # type: ignore[attr-defined]  # pickled: of the rank that saved
         start, stop = bounds_of(master.shard.parameter.numel(), self._rank, self._world_size)
         if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
                 f"the state of {master.shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
-                "shards, which fit that rank only. Save and load by torch.distributed.checkpoint to change the number "
-                "of ranks"
+                "shards, which fit that rank only. Let each rank save and load a file of its own, or save by a "
+                "Checkpointer or torch.distributed.checkpoint, whose files any number of ranks can load"
             )
         return own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
@@ -215,6 +227,12 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
         own = whole[start:stop].clone()
     mesh, shape = meshes[own.device.type], torch.Size([numel])
     return DTensor.from_local(own, mesh, [Cut(0)], run_check=False, shape=shape, stride=(1,))
+
+
+def _master(master: MasterWeight) -> Tensor:
+    # The master weight itself stays: a user who has swapped in other parameters puts the rounded ones back.
+    written = master.written()
+    return master.weight.detach() if written is None else written
 
 
 def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:

@@ -98,7 +98,8 @@ class DistModule(nn.Module):
 
         Each rank receives only its shards. Entries that are not tensors are sent if ``torch.load(weights_only=True)``
         would read them, so nothing that is sent can run code. Buffers that are not persistent are in no checkpoint and
-        do not change, also on the meta device.
+        do not change, also on the meta device. Keys are compared before the module's ``load_state_dict`` pre-hooks and
+        conversions of older versions are called, which so cannot rename or add any.
 
         Args:
             state_dict: Full tensors, on rank 0 of the process group; ignored on other ranks. A mapping that reads a

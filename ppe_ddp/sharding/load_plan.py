@@ -300,6 +300,11 @@ def check(
         if strict and keys:
             quoted = ", ".join(f'"{key}"' for key in keys)
             problems.append(f"{kind} key(s) in state_dict: {quoted}.")
+    if problems and matched.missing:
+        problems.append(
+            "Keys are compared before modules rename or add any (load_state_dict pre-hooks, versions): if torch loads "
+            "this checkpoint into the whole module, do so on rank 0 and pass the state_dict() of that."
+        )
     for rank, entry in _each(expectations):
         source = found.get(matched.sources.get(entry.key, ""))
         if source is not None and (problem := _misfit(source, entry)):

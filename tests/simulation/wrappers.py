@@ -158,11 +158,13 @@ class Wrappers(Models):
         super().__init__([_wrapped(module, options, wrapping) for module in modules], order)
         self.wrapping = wrapping
         self.is_quiet = False  # whether the last backward was, or is, not synchronized
-        self._optimizers = []
-        if wrapping is Wrapping.OPTIMIZER:
-            self._optimizers = [
-                DistributedOptimizer(torch.optim.SGD, part, lr=RATE, overlap=options["overlap"]) for part in self.parts
-            ]
+        self._optimizers, taken = [], set()
+        for part in self.parts if wrapping is Wrapping.OPTIMIZER else ():
+            own = [parameter for parameter in part.parameters() if parameter.requires_grad and parameter not in taken]
+            taken.update(own)
+            if own:
+                inner = torch.optim.SGD(own, lr=RATE)
+                self._optimizers.append(DistributedOptimizer(inner, part, overlap=options["overlap"]))
         self._is_finished = False
         self.computed = set()  # names of the gradients that have come in this step
         self._called = {}  # by name, with which gradients hooks were called

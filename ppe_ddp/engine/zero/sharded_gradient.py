@@ -35,8 +35,9 @@ class GradientShard:
     It holds no reference to the parameter, whose ``.grad`` refers to it: such a cycle would never be freed.
     """
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, bounds: tuple[int, int]) -> None:
         self.title = title
+        self.bounds = bounds  # in the flattened parameter
         self.local: Tensor | None = None  # the whole gradients that later backwards of this rank have added
         # Its ``grad`` is the average. It is the 1-D tensor that an optimizer updates, once attached.
         self.weight: Any = SimpleNamespace(grad=None)
@@ -46,6 +47,11 @@ class GradientShard:
         value = self.value
         self.weight = weight
         self.value = None if value is None else value.to(weight.dtype)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether an optimizer updates this shard."""
+        return isinstance(self.weight, Tensor)
 
     @property
     def value(self) -> Tensor | None:
@@ -147,7 +153,7 @@ class GradientSlot:
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
         self._parameter = parameter
         self.name = shard.name
-        self.content = GradientShard(f"{where} of the gradient of {shard.name!r}")
+        self.content = GradientShard(f"{where} of the gradient of {shard.name!r}", (shard.start, shard.stop))
         self.mark = ShardedGradient(self.content, parameter)  # the value of ``.grad`` while there is an average
 
     @property
@@ -170,9 +176,26 @@ class GradientSlot:
     def add(self, average: Tensor) -> None:
         """Add an average (1-D), which this object owns from here on; replaces an average that was cleared."""
         if not self.exists:
-            self.content.value, self.content.local = None, local_of(self._parameter.grad)
+            gradient, content = self._parameter.grad, self.content
+            content.value, content.local = None, local_of(gradient)
+            if type(gradient) is ShardedGradient:  # of another wrapper that has this parameter, too
+                other = gradient.content
+                self._check_bounds(other)
+                if other.is_attached and not content.is_attached:
+                    other.add(average)
+                    return
+                if other.value is not None:
+                    content.add(other.value)
+                other.drop()
             self._parameter.grad = self.mark
         self.content.add(average)
+
+    def _check_bounds(self, other: GradientShard) -> None:
+        if other.bounds != self.content.bounds:
+            raise UnusableError(
+                f"{self.content.title} cannot be added to {other.title}, which another wrapper has averaged: wrappers "
+                "that share a parameter must have one process group to use a DistributedOptimizer"
+            )
 
 
 def local_of(gradient: Tensor | None) -> Tensor | None:

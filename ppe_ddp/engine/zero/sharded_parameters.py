@@ -29,7 +29,7 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import GRADIENT, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -47,10 +47,17 @@ _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its o
 
 
 class ShardedParameters(ShardedModel):
-    """The trainable parameters of a wrapped module, each cut into even chunks."""
+    """The trainable parameters of a wrapped module, each cut into even chunks.
 
-    def __init__(self, groups: Groups, module_state: ModuleState) -> None:
+    Args:
+        groups: The groups in which the wrapper communicates.
+        module_state: The parameters.
+        require_same: Compares descriptions across the ranks, see :meth:`ShardedModel.require_same`.
+    """
+
+    def __init__(self, groups: Groups, module_state: ModuleState, require_same: Callable[..., None]) -> None:
         self.groups = groups
+        self._require_same = require_same
         self.copies = Copies(groups)
         self._pool = MemoryPool(allocator(groups.buckets))
         self._transports: dict[torch.device, ReduceScatter] = {}
@@ -77,6 +84,10 @@ class ShardedParameters(ShardedModel):
     @property
     def group(self) -> ProcessGroup:
         return self.groups.parent
+
+    def require_same(self, what: str, *titles: str) -> None:
+        """See the base; costs no message, as each mask has a digest of all that must be the same."""
+        self._require_same(what, *titles)
 
     @staticmethod
     def packing(packing: Packing) -> Packing:
@@ -160,6 +171,11 @@ class ShardedParameters(ShardedModel):
         if self.groups.world_size == 1:
             return flat
         return flat[self.shards[k].start : self.shards[k].stop].clone()  # a view would keep the whole average alive
+
+    def averaged(self) -> list[int]:
+        """The indices of parameters that have an average that was not cleared; the same on all ranks."""
+        with without_torch_function():
+            return [i for i, k in self._index.items() if self._gradients[k].exists]
 
     def release(self) -> None:
         """Free the memory of gradients that were cleared."""

@@ -133,6 +133,9 @@ class ShardedModel(ABC):
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
 
+    def require_same(self, what: str, *titles: str) -> None:  # noqa: B027  # some do not compare them
+        """Let the next backward raise on all ranks if they differ in the ``titles`` that describe ``what``."""
+
     @property
     def is_synchronized(self) -> bool:
         """Whether all accumulated gradients are averaged, so that ``gradients()`` does not raise."""
