@@ -31,6 +31,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.compression.comm_state import on_these_nodes
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
 from ppe_ddp.engine.module import is_distributed
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
+    from ppe_ddp.sharding.load_group import LoadGroup
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -432,7 +434,7 @@ class Checkpointer:
             optimizer; and any other object with ``state_dict()`` and ``load_state_dict()``: each rank saves its own,
             which may hold tensors and plain values.
         keep: How many checkpoints to keep. With 1, nothing is left if that one is damaged later.
-        process_group: The ranks; None for the default group, or for this process alone if there is no group.
+        process_group: The ranks; None for the default group of the moment, or for this process alone if there is none.
 
     Raises:
         TypeError: A part cannot be saved.
@@ -455,13 +457,17 @@ class Checkpointer:
             raise ValueError(f"keep is how many checkpoints are kept, at least 1; it is {keep}")
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
-        self._ranks = LoadGroup(process_group)
-        parts = dict(sorted(parts.items()))  # in which all ranks save and load them
+        self._given = dict(sorted(parts.items()))  # in which all ranks save and load them
+        self._damaged: set[str] = set()
+        self._is_of_default = process_group is None
+        self._use(LoadGroup(process_group))
+
+    def _use(self, ranks: LoadGroup) -> None:
+        """Save and load with ``ranks``."""
+        self._ranks, rank, parts = ranks, ranks.rank, self._given
         for name, what in parts.items():
-            _refuse_split(name, what, self._ranks.size)
-        self._given = parts
-        self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
-        rank = self._ranks.rank
+            _refuse_split(name, what, ranks.size)
+        self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
         self._of_rank: list[SavedPart] = [
@@ -471,7 +477,11 @@ class Checkpointer:
         self._differing = _DifferingPart(rank)
         # Last, as loading other parts may draw random numbers.
         self._of_rank.append(_RankPart(of_rank(rank, "random"), random_states, set_random_states))
-        self._damaged: set[str] = set()
+
+    def _follow(self) -> None:
+        """Go on with the ranks of the default group of now, which ``ppe_ddp.elastic`` replaces."""
+        if self._is_of_default and dist.is_initialized() and self._ranks.group is not default_group():
+            self._use(type(self._ranks)())
 
     # ------------------------------------------------------------------ saving
 
@@ -495,6 +505,7 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
+        self._follow()
         entries: dict[str, Any] = {}
         of_entries: dict[str, int] = {}
         outer_steps: list[OuterSteps] = []
@@ -592,6 +603,7 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
 
+        self._follow()
         name = self._intact(step)
         if name is None:
             return None
