@@ -480,8 +480,10 @@ class Checkpointer:
 
     def _follow(self) -> None:
         """Go on with the ranks of the default group of now, which ``ppe_ddp.elastic`` replaces."""
+        from ppe_ddp.sharding.load_group import LoadGroup
+
         if self._is_of_default and dist.is_initialized() and self._ranks.group is not default_group():
-            self._use(type(self._ranks)())
+            self._use(LoadGroup())
 
     # ------------------------------------------------------------------ saving
 

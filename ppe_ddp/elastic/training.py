@@ -349,7 +349,7 @@ class ElasticTraining:
         if own == expected:
             return True
         self.end()
-        here, there = next(pair for pair in zip(own, expected, strict=True) if pair[0] != pair[1])
+        here, there = next(pair for pair in zip(own, expected, strict=False) if pair[0] != pair[1])
         raise DisagreementError(
             f"{self._membership.name}: this process wanted to join with {here}, and the others train with {there}: "
             "start it again with the same options"
