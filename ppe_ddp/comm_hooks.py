@@ -57,3 +57,15 @@ class Hooks:
         else:
             self.comm = (state, hook)
         return None
+
+    def refuse_sync(self, added: RemovableHandle | None = None) -> None:
+        """Raise for hooks of pytorch-pfn-extras' kind, as each rank trains by itself; remove the one just ``added``."""
+        if not self.sync:
+            return
+        if added is not None:
+            added.remove()
+        raise UnusableError(
+            "LocalSGD, DiLoCo and train_apart() do not work with register_comm_hook(hook) of pytorch-pfn-extras' kind: "
+            "it is meant for gradients, which are not synchronized, and would change the average of the parameters. "
+            "Remove the hook by its handle, and do what it does between backward() and optimizer.step()"
+        )

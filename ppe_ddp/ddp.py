@@ -176,7 +176,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return module_state
 
     def _check_compressor(self, module_state: ModuleState, compressor: Compressor) -> None:
-        self._options.check_kept(filter(compressor.has_residual, module_state.names))
+        numels = {one.name: one.numel << one.dtype.is_complex for one in module_state.specs}
+        self._options.check_kept(name for name, numel in numels.items() if compressor.has_residual(name, numel))
 
     @outside_inference
     def _start(self, *, synchronize: bool) -> None:
@@ -209,7 +210,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             sync_hooks=self._hooks.sync,
         )
         self._reducer.use_module(self._module_state)
-        self._reducer.enabled = self._synchronizes
+        self._reducer.enabled = self.require_backward_grad_sync
         self._reducer.synchronizer.weights.is_refused = self._is_apart
         self._mark_written()
         self._use_hooks()
@@ -262,6 +263,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 module_state = self._list_tensors()
                 reducer.synchronizer.check_module(module_state)
             reducer.use_module(module_state)
+            self._hooks.comm_state.forget(self._module_state.removed_in(module_state))
             self._module_state = module_state
             self._inputs.find_device(self.module)
         return reducer
@@ -309,7 +311,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         Only the place of the call of ``backward()`` counts, not that of the forward. The next backward outside averages
         all accumulated gradients.
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before, self.require_backward_grad_sync = self._synchronizes, False
         try:
             yield
         finally:
@@ -317,14 +319,17 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward that is called now synchronizes gradients. May be set; the name is torch's."""
-        return self._synchronizes
+        """Whether a backward that is called now synchronizes gradients. May be set; the name is torch's.
+
+        After :meth:`train_apart` it is False, whatever it is set to.
+        """
+        return self._synchronizes and not self._is_apart
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, synchronizes: bool) -> None:
         self._synchronizes = bool(synchronizes)
         if self._reducer is not None:
-            self._reducer.enabled = self._synchronizes
+            self._reducer.enabled = self.require_backward_grad_sync
 
     @uncompiled
     def train_apart(self, apart: bool = True) -> None:
@@ -337,7 +342,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             apart: False synchronizes backwards again. Parameters are still not compared.
 
         Raises:
-            UnusableError: ``ppe_ddp.elastic`` trains the wrapper, or a ``DistributedOptimizer`` has its shards.
+            UnusableError: ``ppe_ddp.elastic`` trains the wrapper, a ``DistributedOptimizer`` has its shards, or it has
+                a hook of pytorch-pfn-extras' kind.
         """
         if apart and self._reducer is not None and self._reducer.synchronizer.sharded_parameters is not None:
             raise UnusableError(
@@ -349,9 +355,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
                 "do not work with it"
             )
+        if apart:
+            self._hooks.refuse_sync()
         if apart != self._is_apart:
             self._hooks.comm_state.clear()
-        self.require_backward_grad_sync, self._is_apart = not apart, apart
+        self._is_apart, self.require_backward_grad_sync = apart, True
         self._options = replace(self._options, check_drift=False)
         if self._reducer is not None:
             self._reducer.synchronizer.train_apart(apart)
@@ -491,9 +499,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             DisagreementError: On every rank, if their compressors differ. Hooks of torch's kind are compared in the
                 next backward, and so is a plug that a single rank has registered.
             RuntimeError: There is a compressor or a hook of torch's kind already.
+            UnusableError: A hook of pytorch-pfn-extras' kind, while each rank trains by itself (:meth:`train_apart`).
             ValueError: The compressor keeps (``ErrorFeedback``) what is averaged where it is used.
         """
         handle = self._hooks.add(state, hook, partial(self._check_compressor, self._module_state))
+        if handle is not None and self._is_apart:
+            self._hooks.refuse_sync(handle)
         if handle is None:
             self._use_hooks()
             if self._hooks.compressor is not None and self._reducer is not None:
@@ -559,6 +570,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 still have inputs.
             enable: False makes the context do nothing.
             throw_on_early_termination: Raise on every rank when the first rank has run out of inputs.
+
+        Raises:
+            UnusableError: Each rank trains by itself (``LocalSGD``, ``DiLoCo`` or :meth:`train_apart`).
         """
         if not enable:
             yield
@@ -573,6 +587,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that takes part in the steps of other ranks after this rank's inputs have ended (``Joinable``)."""
+        if self._is_apart:
+            raise UnusableError(
+                "join() is not for LocalSGD, DiLoCo and train_apart(): a rank that has run out of inputs would leave "
+                "outer steps out, and differ from the others from then on. Give each rank as many batches"
+            )
         return DdpJoinHook(
             self._reducer or self._ready(),
             lambda: self._module_state,
@@ -641,6 +660,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is not None:
             state["_written"] = self._reducer.synchronizer.written_buffers()
         state["_reducer"] = None
+        state.pop("outer_steps", None)
         state["_is_copy"] = self._reducer is not None or self._is_copy
         del state["_module_state"]
         return state

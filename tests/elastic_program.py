@@ -218,6 +218,7 @@ def replica(
     if compressor is not None:
         model.register_comm_hook(compressor)
     optimizer, ballast = optimizer_of(net), Ballast(*ballast)
+    torch.manual_seed(os.getpid())
     log("starts", membership.name)
     if fault is not None:
         arm(*fault, log)
@@ -225,6 +226,7 @@ def replica(
     try:
         parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
         training = ElasticTraining(membership, parts, timeout=timeout)
+        assert training.committed or dist.get_world_size() < 3 or torch.initial_seed() == os.getpid()
         log("joined", training.committed, dist.get_world_size(), values_of(net.buffers()).tolist())
         train(training, net, model, optimizer, ballast, raises_at, steps, log)
     except ppe_ddp.UnusableError as error:

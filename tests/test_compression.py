@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.utils.checkpoint import checkpoint
 
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, mlp, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, FunctionError, PeerAbortedError
 from ppe_ddp.compression import (
     BF16,
     FP16,
@@ -324,6 +324,11 @@ class Failing(Compressor):
         yield from Uncompressed().average(gradients, link)
 
 
+class Silent(Compressor):
+    def average(self, gradients, link):
+        gradients.average.div_(2)
+
+
 def check_a_compressor_that_raises():
     """One rank's compressor raises between two rounds; the steps after that are right."""
     module = seeded(Routes, 16, 6)
@@ -343,6 +348,10 @@ def check_a_compressor_that_raises():
 @on_two_ranks
 def test_a_compressor_that_raises_is_named_and_the_next_step_works():
     check_a_compressor_that_raises()
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4))
+    wrapper.register_comm_hook(ErrorFeedback(Silent()))
+    with pytest.raises(FunctionError, match=r"Silent\(\) has returned NoneType: write it as a generator"):
+        wrapper(torch.ones(1, 4)).sum().backward()
 
 
 @on_two_ranks
@@ -538,4 +547,9 @@ def test_a_state_has_the_parameters_of_the_module():
     wrapper(torch.ones(1, 4)).sum().backward()
     state = wrapper.comm_state_dict()
     assert set(state["parameters"]) == {"0.weight", "0.bias"}
+    module[0] = nn.Linear(4, 4)
+    module.append(nn.Linear(4, 4))
+    wrapper.zero_grad()
+    (0 * wrapper(torch.ones(1, 4)).sum()).backward()
+    assert not any(parameter.grad.any() for parameter in module.parameters())  # nothing of those that are gone
     wrapper.load_comm_state_dict(state)

@@ -336,6 +336,8 @@ def test_by_parameter_takes_the_first_pattern_that_fits():
     assert len(result["weight"].abs().unique()) <= 8
     assert bits(result["wide"], sum(one["wide"].half().float() for one in given) / 2)
     assert bits(result["bias"], given[0]["bias"] * 0.5 + given[1]["bias"] * 0.5)
+    kept = ByParameter({"*": ErrorFeedback(Sign())}, min_numel=50)
+    assert [WarmUp(kept, 2).has_residual("weight", numel) for numel in (49, 50, None)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Training goes on when ranks are killed, in whatever phase, and others join; over a store, torchft and ULFM."""
 
 import contextlib
+import copy
 import importlib.util
 import itertools
 import json
@@ -24,7 +25,8 @@ from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
 from ppe_ddp.compression import LocalSGD
 from ppe_ddp.elastic import memberships
-from ppe_ddp.elastic.training import _QuorumStore, steps_after
+from ppe_ddp.elastic.memberships import Quorum
+from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after
 from rank_tests import long
 from subprocesses import warm_python
 
@@ -152,6 +154,58 @@ def test_one_alone(lone):
         optimizer.step()
     assert training.committed == 5
     assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):
+    model = copy.deepcopy(ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)))  # which has no engine yet
+    checkpointer = ppe_ddp.Checkpointer(tmp_path, {"model": model})
+    training = elastic.ElasticTraining(lone, {"model": model})
+    taken = []
+
+    def train(rows):
+        taken.extend(rows)
+        with training.step():
+            model(torch.ones(4, 8)).sum().backward()
+
+    for rows in training.batches(length=20, batch_size=4, steps=9):
+        train(rows)
+        if training.committed == 2:
+            break
+    for steps, ends in ((4, False), (5, True)):
+        for rows in training.batches(length=20, batch_size=4, steps=steps, ends=ends):
+            train(rows)
+    assert sorted(taken) == [*range(20)]
+    checkpointer.save(5)
+    with pytest.raises(ppe_ddp.UnusableError, match="pass ends=False"):
+        next(training.batches(length=20, batch_size=4, steps=6))
+    with pytest.raises(ppe_ddp.UnusableError, match="pass ends=False"):
+        train([])
+
+
+def test_who_differs_from_those_that_train_does_not_join(lone):
+    training = elastic.ElasticTraining(lone, {"model": ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))})
+    own = training._word
+    other = {**own, "options": ["bucket_cap_mb=(1,)", *own["options"][1:]]}
+
+    def has_strangers(*words):
+        training._quorum = Quorum("7", ["here", "there"], words, 0, training._store)
+        return training._has_strangers()
+
+    joins = {"committed": -1}
+    assert not has_strangers(own | joins, other | joins)  # all begin: the engine tells all of them
+    assert not has_strangers(own, own | joins)
+    assert has_strangers(own, other | joins)
+    with pytest.raises(ppe_ddp.DisagreementError, match=r"with bucket_cap_mb=None, and the others .*=\(1,\)"):
+        has_strangers(own | joins, other)
+
+
+def test_who_joins_draws_what_all_others_draw():
+    def drawn(*words):
+        return drawn_alike([{"committed": done, "random": {"python": 1, "cpu": cpu}} for done, cpu in words])
+
+    assert drawn((-1, 5), (-1, 5)) == set()
+    assert drawn((4, 5), (4, 6), (-1, 7)) == {"python"}
+    assert drawn((4, 5), (4, 5), (-1, 7)) == {"python", "cpu"}
 
 
 def test_one_alone_does_not_commit_what_it_leaves_out(lone):

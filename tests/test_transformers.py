@@ -39,8 +39,9 @@ def model_class(*, counts_items=False):
             return {"loss": self.net.loss(index)}
 
     class Counting(Model):
-        def forward(self, index, labels, num_items_in_batch=None, **_):
-            return {"loss": self.net.loss(index) * labels.ne(-100).sum() / num_items_in_batch}
+        def forward(self, index, labels=None, num_items_in_batch=None, **_):
+            items = num_items_in_batch if labels is None else labels.ne(-100).sum()
+            return {"loss": self.net.loss(index) * items / num_items_in_batch}
 
     return Counting if counts_items else Model
 
@@ -69,7 +70,9 @@ def switch_transformers():
         return SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **experts, **plain))
 
 
-def trained(folder, count, *, model=None, data=None, collator=None, resume=None, counts_items=False, **options):
+def trained(
+    folder, count, *, model=None, data=None, collator=None, resume=None, counts_items=False, loss=None, **options
+):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import PretrainedConfig
 
@@ -85,6 +88,7 @@ def trained(folder, count, *, model=None, data=None, collator=None, resume=None,
                 model,
                 TrainingArguments(folder, use_cpu=True, max_steps=count, **given),
                 data_collator=collator,
+                compute_loss_func=loss,
                 train_dataset=data
                 or [{"index": k} | ({"labels": labels[k]} if counts_items else {}) for k in range(12)],
                 optimizers=(optimizer := sgd(model), torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
@@ -129,10 +133,15 @@ def test_a_loss_of_the_users_own_gets_the_gathered_number(tmp_path):
         given.append(num_items_in_batch)
         return model(**inputs, num_items_in_batch=1)["loss"]
 
-    gathering = mock.patch.object(Accelerator, "gather", return_value=torch.tensor([40, 2]))
-    with gathering, mock.patch.object(TrainerMixin, "compute_loss", loss, create=True):
-        trained(tmp_path, 1, counts_items=True)
-    assert given == [42]
+    def of_outputs(outputs, _, num_items_in_batch=None):
+        given.append(num_items_in_batch)
+        return outputs["loss"]
+
+    with mock.patch.object(Accelerator, "gather", return_value=torch.tensor([40, 2])):
+        trained(tmp_path, 1, counts_items=True, loss=of_outputs)
+        with mock.patch.object(TrainerMixin, "compute_loss", loss, create=True):
+            trained(tmp_path, 1, counts_items=True)
+    assert given == [42, 42]
 
 
 def texts_and_padding(seen):

@@ -17,6 +17,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.checkpoints.saved_parts import (
     RANKS,
     AveragedModulePart,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
+    from ppe_ddp.sharding.load_group import LoadGroup
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -151,7 +153,7 @@ class Checkpointer:
             optimizer; and any other object with ``state_dict()`` and ``load_state_dict()``: each rank saves its own,
             which may hold tensors and plain values.
         keep: How many checkpoints to keep. With 1, nothing is left if that one is damaged later.
-        process_group: The ranks; None for the default group, or for this process alone if there is no group.
+        process_group: The ranks; None for the default group of the moment, or for this process alone if there is none.
 
     Raises:
         TypeError: A part cannot be saved.
@@ -174,13 +176,17 @@ class Checkpointer:
             raise ValueError(f"keep is how many checkpoints are kept, at least 1; it is {keep}")
         self._folder = CheckpointFolder(Path(folder))
         self._keep = keep
-        self._ranks = LoadGroup(process_group)
-        parts = dict(sorted(parts.items()))  # in which all ranks save and load them
+        self._given = dict(sorted(parts.items()))  # in which all ranks save and load them
+        self._damaged: set[str] = set()
+        self._is_of_default = process_group is None
+        self._use(LoadGroup(process_group))
+
+    def _use(self, ranks: LoadGroup) -> None:
+        """Save and load with ``ranks``."""
+        self._ranks, rank, parts = ranks, ranks.rank, self._given
         for name, what in parts.items():
-            _refuse_split(name, what, self._ranks.size)
-        self._given = parts
-        self._parts = {name: part_of(name, what, self._ranks.rank) for name, what in parts.items()}
-        rank = self._ranks.rank
+            _refuse_split(name, what, ranks.size)
+        self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
         self._of_rank: list[SavedPart] = [
@@ -190,7 +196,13 @@ class Checkpointer:
         self._differing = Differing(rank)
         # Last, as loading other parts may draw random numbers.
         self._of_rank.append(RankPart(of_rank(rank, "random"), random_states, set_random_states))
-        self._damaged: set[str] = set()
+
+    def _follow(self) -> None:
+        """Go on with the ranks of the default group of now, which ``ppe_ddp.elastic`` replaces."""
+        from ppe_ddp.sharding.load_group import LoadGroup
+
+        if self._is_of_default and dist.is_initialized() and self._ranks.group is not default_group():
+            self._use(LoadGroup())
 
     # ------------------------------------------------------------------ saving
 
@@ -214,6 +226,7 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
+        self._follow()
         entries: dict[str, Any] = {}
         of_entries: dict[str, int] = {}
         outer_steps: list[OuterSteps] = []
@@ -315,6 +328,7 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
 
+        self._follow()
         name = self._intact(step)
         if name is None:
             return None

@@ -87,6 +87,12 @@ class CommState:
         self._taken = {}
         self.put_back()
 
+    def forget(self, names: Sequence[str]) -> None:
+        """Drop the residuals of the parameters ``names``, which others have replaced."""
+        for states in (self._of, self._before, self._taken):
+            for name in names:
+                states.get(name, {}).pop(RESIDUAL, None)
+
     def clear(self) -> None:
         """Drop the state of all parameters, as another kind of values is sent from now on."""
         self._end_notes()

@@ -37,7 +37,7 @@ class ErrorFeedback(Compressor):
         if self.compressor.has_residual():
             raise TypeError(f"{self!r} would add what was not sent twice: one ErrorFeedback is enough")
 
-    def has_residual(self, name: str | None = None) -> bool:
+    def has_residual(self, name: str | None = None, numel: int | None = None) -> bool:
         return True
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
@@ -50,7 +50,7 @@ class ErrorFeedback(Compressor):
             residual = segment.state.get(RESIDUAL)
             if residual is not None and residual.shape == part.shape:
                 part.add_(residual.to(part.device))
-        yield from self.compressor.average(replace(gradients, given=corrected, keeps=True), link)
+        yield from self.compressor.start(replace(gradients, given=corrected, keeps=True), link)
         if gradients.keeps:  # the residual is kept here, so the caller must not keep it as well
             torch._foreach_zero_(gradients.views(gradients.given))
         for segment, part in zip(gradients.segments, shaped, strict=True):
@@ -63,7 +63,7 @@ class WarmUp(Compressor):
     """Compresses by ``compressor`` only after ``steps`` synchronized backwards, as gradients change fast at first.
 
     Like torch's PowerSGD hook (``start_powerSGD_iter``), and Y. Lin et al., Deep Gradient Compression, ICLR 2018
-    (https://arxiv.org/abs/1712.01887). Backwards that fail, or that a ``GradScaler`` skips, count as well.
+    (https://arxiv.org/abs/1712.01887). Backwards that a ``GradScaler`` skips count as well; those that fail do not.
 
     Attributes:
         compressor: The compressor after the warm-up.
@@ -77,7 +77,7 @@ class WarmUp(Compressor):
 
     def average(self, gradients: FlatGradients, link: Link) -> Exchange:
         chosen = self.before if gradients.step < self.steps else self.compressor
-        yield from chosen.average(gradients, link)
+        yield from chosen.start(gradients, link)
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,14 @@ class ByParameter(Compressor):
         for segment in gradients.segments:
             chosen.setdefault(self._index(segment), []).append(segment)
         ordered = sorted(chosen.items())
-        yield from together([compressors[k].average(gradients.with_segments(own), link) for k, own in ordered])
+        yield from together([compressors[k].start(gradients.with_segments(own), link) for k, own in ordered])
 
-    def has_residual(self, name: str | None = None) -> bool:
+    def has_residual(self, name: str | None = None, numel: int | None = None) -> bool:
         if name is None:
             return super().has_residual()
-        return [*self.patterns.values(), self.otherwise][self._place(name)].has_residual(name)
+        if numel is not None and numel < self.min_numel:
+            return False
+        return [*self.patterns.values(), self.otherwise][self._place(name)].has_residual(name, numel)
 
     def _index(self, segment: Segment) -> int:
         return len(self.patterns) + 1 if segment.numel < self.min_numel else self._place(segment.name)

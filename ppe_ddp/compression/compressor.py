@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
+from ppe_ddp.errors import FunctionError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -227,14 +228,25 @@ class Compressor(ABC):
         """
         ...
 
-    def has_residual(self, name: str | None = None) -> bool:
+    def start(self, gradients: FlatGradients, link: Link) -> Exchange:
+        """Call :meth:`average`, and raise FunctionError if it is no generator."""
+        exchange = self.average(gradients, link)
+        if not isinstance(exchange, Iterator):
+            raise FunctionError(
+                f"average() of the compressor {self!r} has returned {type(exchange).__name__}: write it as a generator "
+                "that yields each operation before it waits for it, as in `yield from link.all_reduce(values)`"
+            )
+        return exchange
+
+    def has_residual(self, name: str | None = None, numel: int | None = None) -> bool:
         """Whether it keeps what it does not send of the parameter ``name`` (None: of any), as ``ErrorFeedback`` does.
 
-        By default it does if a compressor in one of its fields does, or in a mapping there.
+        ``numel`` is the number of its elements, if that is known. By default it does if a compressor in one of its
+        fields does, or in a mapping there.
         """
         fields = vars(self).values()
         parts = [one for field in fields for one in (field.values() if isinstance(field, Mapping) else (field,))]
-        return any(part.has_residual(name) for part in parts if isinstance(part, Compressor))
+        return any(part.has_residual(name, numel) for part in parts if isinstance(part, Compressor))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

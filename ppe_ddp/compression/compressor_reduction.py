@@ -111,7 +111,7 @@ class CompressorReduction(Reduction):
         gradients = self._gradients(bucket)
         plain = gradients.given
         wide = plain.to(WIDE.get(plain.dtype, plain.dtype))
-        yield from self.compressor.average(replace(gradients, given=wide, average=wide), link)
+        yield from self.compressor.start(replace(gradients, given=wide, average=wide), link)
         if wide is not plain:
             plain.copy_(wide)
         return None
@@ -136,7 +136,7 @@ class CompressorReduction(Reduction):
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
             total.mul_(link.size / layout.size)  # so that the mean over the nodes is the mean over the ranks
             own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])), seed=seed)
-            exchanges.append(self.compressor.average(own, link))
+            exchanges.append(self.compressor.start(own, link))
         yield from together(exchanges)
         return reduction.deliver()
 

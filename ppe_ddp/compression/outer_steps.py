@@ -38,13 +38,18 @@ class OuterSteps:
 
     Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
     ranks must make it together, and run the same number of inner steps; a step that a ``GradScaler`` skips counts.
-    ``.grad`` is None after an outer step. Parameters that are unfrozen, added or replaced are averaged from then on;
-    new ones must be the same on all ranks. If ``load_state_dict()`` loads parameters, the same on all ranks, the next
-    outer step begins from these.
+    ``.grad`` of the optimizer's parameters is None after an outer step. Parameters that are unfrozen, added or replaced
+    are averaged from then on; new ones must be the same on all ranks. One that has always been frozen is not averaged:
+    if the program changes it itself (the mean teacher of BYOL or DINO), each rank keeps its own. If
+    ``load_state_dict()`` loads parameters, the same on all ranks, the next outer step begins from these.
+
+    If a model has several optimizers, make it on the one that steps last: an outer step averages all parameters of the
+    wrapper.
 
     Args:
         ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
-        optimizer: The inner optimizer, which updates whole parameters, so no ``DistributedOptimizer``.
+        optimizer: The inner optimizer, which updates whole parameters, so no ``DistributedOptimizer``. Accelerate's, as
+            ``prepare()`` returns it, will do.
         every: The number of inner steps for one outer step, at least 1.
         lr: The learning rate of the outer step.
         momentum: The Nesterov momentum of the outer step.
@@ -60,8 +65,8 @@ class OuterSteps:
                 f"{type(self).__name__} averages the parameters of a ppe_ddp.DistributedDataParallel, not of a "
                 f"{type(ddp).__module__}.{type(ddp).__qualname__}"
             )
-        updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if updated.isdisjoint(ddp.module.parameters()):
+        self._optimizer = optimizer = _stepping(optimizer)
+        if self._updated().isdisjoint(ddp.module.parameters()):
             raise ValueError(
                 "the optimizer has no parameter of the model: construct it on model.parameters(), and not by "
                 "DistributedOptimizer, which has shards of them"
@@ -80,7 +85,8 @@ class OuterSteps:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_restored = False
         self._is_stopped = False
-        self._refuse_shared(outer_steps_of(optimizer))
+        of_wrapper: weakref.WeakSet[OuterSteps] = vars(ddp).setdefault("outer_steps", weakref.WeakSet())
+        self._refuse_shared([*outer_steps_of(optimizer), *(one for one in of_wrapper if not one._is_stopped)])
         ddp.train_apart()
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
@@ -89,6 +95,7 @@ class OuterSteps:
         self._remember()
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
+        of_wrapper.add(self)
         vars(optimizer)["outer_steps"] = outer_steps
         tell_of_skipped_steps(optimizer, partial(_count_all, outer_steps))
 
@@ -113,9 +120,14 @@ class OuterSteps:
             shared = [name for name, parameter in self._parameters().items() if parameter in parameters]
             if shared and (self._lr, other._lr, self._momentum, other._momentum) != (1, 1, 0, 0):
                 raise ValueError(
-                    f"parameter {shared[0]!r} is in two wrappers, and would get two outer steps in place of one: put "
-                    "the modules that share it into one wrapper"
+                    f"parameter {shared[0]!r} would get two outer steps in place of one, as another "
+                    f"{type(other).__name__} averages it: put modules that share it into one wrapper; make one for "
+                    "each wrapper, even if it has several optimizers; call stop() before you make another"
                 )
+
+    def _updated(self) -> set[nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return {parameter for group in self._optimizer.param_groups for parameter in group["params"]}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the wrapper averages, by name, each once."""
@@ -175,16 +187,19 @@ class OuterSteps:
     def synchronize(self) -> None:
         """Take an outer step now; called automatically after ``every`` inner steps. All ranks must call it together.
 
-        If it fails, the parameters do not change on any rank, and ``.grad`` is None. If a rank fails or is interrupted
-        after the averages have arrived, it completes the outer step before its next step.
+        If it fails, the parameters do not change on any rank, and ``.grad`` of the optimizer's parameters is None. If a
+        rank fails or is interrupted after the averages have arrived, it completes the outer step before its next step.
         """
         parameters: dict[str, nn.Parameter] = {}
+        of_others: dict[str, Tensor | None] = {}
         try:
             try:
                 self._begin_inner_step()
                 parameters = self._parameters()
                 self._last = {name: self._last[name] for name in parameters if name in self._last}
                 self._velocity = {name: self._velocity[name] for name in parameters if name in self._velocity}
+                updated = self._updated()
+                of_others = {name: one.grad for name, one in parameters.items() if one not in updated}
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
             except BaseException as error:
@@ -195,8 +210,8 @@ class OuterSteps:
             if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
                 self._synchronized_at = self._steps
         finally:
-            for parameter in parameters.values():
-                parameter.grad = None
+            for name, parameter in parameters.items():
+                parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
 
     def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
@@ -280,8 +295,18 @@ class OuterSteps:
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     """The OuterSteps that count the steps of ``optimizer``: one for each wrapper whose parameters it updates."""
+    optimizer = _stepping(optimizer)
     found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
     return found
+
+
+def _stepping(optimizer: Any) -> Any:
+    """The optimizer that takes the steps: the one in Accelerate's, which has no hooks of its own; else itself."""
+    if not isinstance(optimizer, Optimizer):
+        return optimizer
+    inner: Any = getattr(optimizer, "optimizer", None)
+    is_wrapped = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
+    return inner if is_wrapped else optimizer
 
 
 @uncompiled

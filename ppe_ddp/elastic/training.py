@@ -20,6 +20,7 @@ import copy
 import functools
 import io
 import logging
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -42,7 +43,7 @@ from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.elastic.memberships import Membership, Quorum, Repeated, wait_for
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
-from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.waiting import paced
 
@@ -71,6 +72,15 @@ def steps_after(words: Sequence[Mapping[str, Any]]) -> int:
     trained = [one for one in words if one["committed"] >= 0]
     most = max((int(one["committed"]) for one in trained), default=0)
     return most + bool(trained and all(one["ready"] for one in trained))
+
+
+def drawn_alike(words: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The random number generators in which the members that have trained draw the same, so that who joins has to.
+
+    With a seed of each rank's own, it would draw what another one draws.
+    """
+    states = [one["random"].items() for one in words if one["committed"] >= 0]
+    return {kind for kind, _ in set.intersection(*map(set, states))} if states else set()
 
 
 class _QuorumStore(Store):
@@ -164,7 +174,8 @@ class ElasticTraining:
         membership: Finds out which processes are alive.
         parts: By name, the objects whose state a joining process gets: exactly one wrapper; optimizers, schedulers, and
             other objects with ``state_dict()`` and ``load_state_dict()``, of tensors and plain values. The process also
-            gets the states of the random number generators, and a compressor's state without its residuals.
+            gets a compressor's state without its residuals, and the state of each random number generator (Python's,
+            NumPy's, torch's) that is the same on all the others.
         backend: The backend of the default group.
         timeout: The timeout of its collectives in seconds, after which a stopped rank is noticed.
 
@@ -173,6 +184,7 @@ class ElasticTraining:
         names: The names of the current ranks, by rank.
 
     Raises:
+        DisagreementError: This process wants to join with another compressor or other options of the wrapper.
         TypeError: A part is a ``DistributedOptimizer``: its shards would be lost with the rank that has them.
         UnusableError: The wrapper's ranks train apart, as under ``LocalSGD`` and ``DiLoCo``.
     """
@@ -202,8 +214,9 @@ class ElasticTraining:
                 "after a death is a synchronized backward, and an outer step would be lost"
             )
         self._memory = self._model._hooks.comm_state
-        assert self._model._reducer is not None  # the membership has made a group
-        self._reducer = self._model._reducer
+        reducer = self._model._ready()  # one that was made before the membership, and a copy, get theirs here
+        assert reducer is not None  # the membership has made a group
+        self._reducer = reducer
         self._membership, self._parts = membership, dict(parts)
         self._backend, self._timeout = backend, timeout
         self.committed = -1
@@ -213,6 +226,8 @@ class ElasticTraining:
         self._address = own_address()
         self._is_asked = False
         self._position, self._batch_size = 0, 0
+        self._given_at: int | None = None  # the committed steps when this rank got rows, until it asks for the next
+        self._has_ended = False
         self._slots: dict[str, int] = {}  # by name, the number of the batch that each rank takes in this step
         self._begin()
 
@@ -224,8 +239,9 @@ class ElasticTraining:
 
         Raises:
             PeerAbortedError: Another live rank has raised an error in its backward, as without elastic training.
-            UnusableError: The other processes have gone on without this one.
+            UnusableError: The other processes have gone on without this one, or it has called :meth:`end`.
         """
+        self._check_not_ended()
         if self._is_asked or self._quorum is not None:
             self._begin()
         try:
@@ -236,12 +252,22 @@ class ElasticTraining:
             logger.warning("%s; the step is taken again by those that are left", str(error).split(". ")[0])
             self._again()
 
+    def _check_not_ended(self) -> None:
+        if self._has_ended:
+            raise UnusableError(
+                f"{self._membership.name}: this process has left the training, as end() was called, which batches() "
+                "does at its end: pass ends=False to all batches() but the last"
+            )
+
     def _begin(self) -> None:
         """Meet between two steps, unless a quorum is there already, and connect."""
         is_whole, self._is_asked = self._is_asked, False
         while True:
             if self._quorum is None:
                 self._meet(is_ready=False, is_whole=is_whole)
+            if self._has_strangers():
+                self._quorum = None
+                continue
             is_whole = False
             try:
                 self._move()
@@ -296,7 +322,38 @@ class ElasticTraining:
     @property
     def _word(self) -> dict[str, Any]:
         process = None if self._address is None else self._address.packed()
-        return {"committed": self.committed, "ready": False, "number": "", "process": process}
+        hooks, options = self._model._hooks, self._model._options
+        said = [f"bucket_cap_mb={options.bucket_caps_mb}", f"negotiate_grads={self._model._negotiate}"]
+        said += [f"broadcast_buffers={options.forward_sync_buffers}", f"compressor={hooks.compressor!r}"]
+        return {
+            "committed": self.committed,
+            "ready": False,
+            "number": "",
+            "process": process,
+            "options": [*said, self._model._agreed()],
+            "random": _digests(random_states()),
+        }
+
+    def _has_strangers(self) -> bool:
+        """Whether a process of the quorum wants to join with other options, so that the others go on without it.
+
+        Raises:
+            DisagreementError: It is this one.
+        """
+        assert self._quorum is not None
+        words = self._quorum.words
+        expected = next((one["options"] for one in words if one["committed"] >= 0), None)
+        if expected is None or all(one["options"] == expected for one in words):
+            return False
+        own = words[self._quorum.rank]["options"]
+        if own == expected:
+            return True
+        self.end()
+        here, there = next(pair for pair in zip(own, expected, strict=False) if pair[0] != pair[1])
+        raise DisagreementError(
+            f"{self._membership.name}: this process wanted to join with {here}, and the others train with {there}: "
+            "start it again with the same options"
+        )
 
     def _commit(self) -> Steps:
         """Commit a step, as steps; called in each synchronization when the averages have arrived, before ``.grad``."""
@@ -425,7 +482,8 @@ class ElasticTraining:
                         own.copy_(value)
             self._reducer.synchronizer.note_buffers()
             self._memory.take(state["memory"])
-            set_random_states(state["random"])
+            drawn = {kind: state["random"][kind] for kind in drawn_alike(quorum.words)}
+            set_random_states(random_states() | drawn)
 
     def _transient_buffers(self) -> dict[str, Tensor]:
         """The module's buffers that are not in its state dict, by name."""
@@ -441,7 +499,9 @@ class ElasticTraining:
 
     # ------------------------------------------------------------------ data
 
-    def batches(self, length: int, batch_size: int, steps: int, *, seed: int = 0) -> Iterator[list[int]]:
+    def batches(
+        self, length: int, batch_size: int, steps: int, *, seed: int = 0, ends: bool = True
+    ) -> Iterator[list[int]]:
         """Yield the rows of a data set that this rank takes in each step, until ``steps`` steps are committed.
 
         All ranks together go through one shuffled list of all rows, then through another one. Each rank takes
@@ -454,17 +514,29 @@ class ElasticTraining:
             batch_size: The rows of one rank in one step.
             steps: The number of committed steps at which it ends.
             seed: The seed of the shuffling.
+            ends: Whether to call :meth:`end` at the end, after which nothing follows. Pass False if another loop does.
         """
+        self._check_not_ended()
+        if self._given_at is not None and self._given_at < self.committed:  # the loop before was left behind a step
+            self._advance()
         self._batch_size = batch_size
         while self.committed < steps:
             first = self._position + self._slots[self._membership.name] * batch_size
+            self._given_at = self.committed
             yield [_row(place, length, seed) for place in range(first, first + batch_size)]
-            self._position += len(self._slots) * batch_size
-            self._slots = {name: rank for rank, name in enumerate(self.names)}
-        self.end()
+            self._advance()
+        if ends:
+            self.end()
+
+    def _advance(self) -> None:
+        """Leave the rows behind that the ranks have got."""
+        self._position += len(self._slots) * self._batch_size
+        self._slots = {name: rank for rank, name in enumerate(self.names)}
+        self._given_at = None
 
     def end(self) -> None:
-        """Leave when the training is over; all ranks call this. :meth:`batches` calls it at its end."""
+        """Leave when the training is over; all ranks call this, once. :meth:`batches` calls it at its end."""
+        self._has_ended = True
         self._membership.leave(self._word)
 
     def _divide(self, quorum: Quorum, words: Sequence[Any]) -> None:
@@ -485,6 +557,12 @@ class ElasticTraining:
                 "; ".join(rows) or "none",
                 ", ".join(come) or "none",
             )
+
+
+def _digests(states: Mapping[str, Any]) -> dict[str, int]:
+    """A number for the state of each random number generator."""
+    texts = {kind: one.tolist() if isinstance(one, Tensor) else one for kind, one in states.items()}
+    return {kind: zlib.crc32(repr(text).encode()) for kind, text in texts.items()}
 
 
 def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:

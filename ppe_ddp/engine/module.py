@@ -79,6 +79,11 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
+    def removed_in(self, later: ModuleState) -> list[str]:
+        """The names of parameters that are not in ``later``, or are others there."""
+        now = dict(zip(later.names, later.parameters, strict=True))
+        return [name for name, one in zip(self.names, self.parameters, strict=True) if now.get(name) is not one]
+
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters, with the local tensor in place of each DTensor."""
         return [*map(local_tensor, self.parameters)] if self.distributed else self.parameters  # type: ignore[list-item]

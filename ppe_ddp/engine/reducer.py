@@ -440,7 +440,7 @@ class Reducer(Generic[C]):
         self.synchronizer.knows_of_failure = True
 
     def _conclude(self, backward: Backward, drift: DriftCheck | None) -> None:
-        if self._user_grad_hooks.exist and backward.averaged and not backward.silent:
+        if self._user_grad_hooks.exist and backward.averaged and not self.synchronizer.weights.is_refused:
             self._user_grad_hooks.run(backward.averaged, backward.turn)
         if drift is not None:
             drift.conclude()

@@ -9,7 +9,7 @@ call :func:`ppe_ddp.init_process_group` before making the arguments.
 
 If a loss is divided by the number of items in the batches of all ranks (``average_tokens_across_devices``), that number
 is not gathered before the forwards: :func:`ppe_ddp.weigh` sends it with the gradients. It is gathered if you override
-``compute_loss``, which may use it in other ways.
+``compute_loss`` or give a ``compute_loss_func``, which may use it in other ways.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class TrainerMixin:
     accelerator: Any
     args: Any
     compute_loss: Any
+    compute_loss_func: Any
     model_wrapped: Any
     _items_loss: Any = 0.0  # the sum of the step's losses so far, times this rank's items
 
@@ -58,6 +59,7 @@ class TrainerMixin:
     def _can_weigh(self) -> bool:
         """Whether :func:`ppe_ddp.weigh` can divide by the items, as ``Trainer`` would: once a step, in our wrapper."""
         is_own = getattr(self.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
+        is_own = is_own or self.compute_loss_func is not None
         is_each_synchronized = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return isinstance(self.model_wrapped, DistributedDataParallel) and not (is_own or is_each_synchronized)
 
