@@ -432,6 +432,19 @@ def test_a_hook_that_is_registered_between_forward_and_backward_gets_the_average
 
 
 @on_two_ranks
+def test_a_hook_gets_a_wrapper_that_was_dropped_after_forward():
+    module, seen = seeded(mlp, 4, 2), []
+
+    def loss():
+        wrapper = DistributedDataParallel(module)
+        wrapper.register_comm_hook(lambda one: seen.append(one.module is module))
+        return wrapper(torch.ones(3, 4)).sum()
+
+    loss().backward()
+    assert seen == [True]
+
+
+@on_two_ranks
 def test_a_dropped_wrapper_lets_go_of_its_module():
     # At once: the garbage collector runs at another moment on every rank, and a rank whose wrapper is still
     # alive would wait for the others.
