@@ -460,6 +460,19 @@ def test_hooks_where_a_backward_comes_through_no_output_get_the_average_or_are_r
 
 
 @on_two_ranks
+def test_a_hook_gets_a_wrapper_that_was_dropped_after_forward():
+    module, seen = seeded(mlp, 4, 2), []
+
+    def loss():
+        wrapper = DistributedDataParallel(module)
+        wrapper.register_comm_hook(lambda one: seen.append(one.module is module))
+        return wrapper(torch.ones(3, 4)).sum()
+
+    loss().backward()
+    assert seen == [True]
+
+
+@on_two_ranks
 def test_a_dropped_wrapper_lets_go_of_its_module():
     # At once: the garbage collector runs at another moment on every rank, and a rank whose wrapper is still
     # alive would wait for the others.
