@@ -145,8 +145,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._precision = Precision(mixed_precision)
         self._reduce_function = self._precision.wrap_reduce_function(reduce_function or average)
         # Loading is no write by a forward, also where a larger module loads its state.
-        self.register_load_state_dict_pre_hook(_before_loading)
-        self.register_load_state_dict_post_hook(_after_loading)
+        nn.Module.register_load_state_dict_pre_hook(self, _before_loading)  # the overrides ask the wrapped module
+        nn.Module.register_load_state_dict_post_hook(self, _after_loading)
         self._written: list[str] = []  # submodules whose buffers are to be marked: after loading, or in a copy's start
         self._synchronizes = True
         self._is_copy = self._is_apart = False
