@@ -178,8 +178,8 @@ GRADIENT: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 def version_of(tensor: Tensor) -> int:
-    """The version counter of ``tensor``, which counts in-place changes of it and of its views."""
-    return tensor._version
+    """The version counter of ``tensor``, which counts in-place changes of it and of its views; 0 if it has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -169,7 +169,7 @@ class BufferWrites:
         for _, owner, key, known in self._slots.values():
             buffer = buffer_table(owner).get(key)
             if buffer is not None:
-                known.setdefault(key, (buffer, _version(buffer)))
+                known.setdefault(key, (buffer, version_of(buffer)))
 
     def note(self) -> None:
         """Note that the buffers are the same on all ranks now; later writes count."""
@@ -182,7 +182,7 @@ class BufferWrites:
             if buffer is None:
                 known.pop(key, None)
             else:
-                known[key] = buffer, _version(buffer)
+                known[key] = buffer, version_of(buffer)
 
     def release(self) -> None:
         """Drop all references to the buffers until :meth:`note`, as the broadcast counts references.
@@ -203,7 +203,7 @@ class BufferWrites:
         if (buffer := buffer_table(owner).get(key)) is None:
             return False
         then, version = known.get(key, (None, _WRITTEN))
-        return version != _ARRIVING and (version != _version(buffer) or (then is not None and then is not buffer))
+        return version != _ARRIVING and (version != version_of(buffer) or (then is not None and then is not buffer))
 
     def of(self, names: Iterable[str], *, marked: bool = False) -> list[bool]:
         """For each submodule with some of the buffers ``names``: whether one of them was written or replaced.
@@ -242,10 +242,6 @@ def sources_of(names: Iterable[str], writers: Sequence[int]) -> list[int]:
     owners = [*map(owner_of, names)]
     by_owner = dict(zip(dict.fromkeys(owners), writers, strict=True))
     return [by_owner[owner] for owner in owners]
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else version_of(buffer)
 
 
 def broadcasting_buffers(
