@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import secrets
 import signal
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,7 +20,7 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.peer_processes import _GROUPS, Activity, Condition, PeerProcesses, Position, own_address
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
-from subprocesses import await_stop, run
+from subprocesses import await_stop, run, warm_python
 
 
 def note(processes, step, activity, bucket=0):
@@ -400,7 +399,7 @@ class Kept:
 
 kept = Kept()
 """
-    code, _, errors = run([sys.executable, "-c", script], timeout=150)
+    code, _, errors = run([*warm_python(), "-c", script], timeout=150)
     assert (code, "CommunicationError: this process ends" in errors) == (0, True), errors
 
 
