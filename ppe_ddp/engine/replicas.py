@@ -154,8 +154,9 @@ class BufferWrites:
 
     def __init__(self, parent: ProcessGroup) -> None:
         self._table = self._tables.setdefault(parent, weakref.WeakKeyDictionary())
-        # By the name of a buffer: the name of its submodule, the submodule, its own name there, and what is known.
-        self._slots: dict[str, tuple[str, nn.Module, str, _Known]] = {}
+        # By the name of a buffer: the name of its submodule, the submodule, its table of buffers, the buffer's own name
+        # there, and what is known.
+        self._slots: dict[str, tuple[str, nn.Module, dict[str, Tensor | None], str, _Known]] = {}
         self._lent: list[tuple[_Known, str, tuple[Tensor | None, int]]] = []
 
     def use_module(self, slots: Iterable[tuple[str, nn.Module, str]]) -> None:
@@ -164,11 +165,11 @@ class BufferWrites:
         One that is new counts as the same on all ranks; known ones stay as they were noted.
         """
         self._slots = {
-            name: (owner_of(name), owner, key, self._table.setdefault(owner, {})) for name, owner, key in slots
+            name: (owner_of(name), owner, buffer_table(owner), key, self._table.setdefault(owner, {}))
+            for name, owner, key in slots
         }
-        for _, owner, key, known in self._slots.values():
-            buffer = buffer_table(owner).get(key)
-            if buffer is not None:
+        for _, _, buffers, key, known in self._slots.values():
+            if (buffer := buffers.get(key)) is not None:
                 known.setdefault(key, (buffer, version_of(buffer)))
 
     def note(self) -> None:
@@ -177,9 +178,8 @@ class BufferWrites:
             if known.get(key, entry)[0] is None:
                 known[key] = entry
         self._lent = []
-        for _, owner, key, known in self._slots.values():
-            buffer = buffer_table(owner).get(key)
-            if buffer is None:
+        for _, _, buffers, key, known in self._slots.values():
+            if (buffer := buffers.get(key)) is None:
                 known.pop(key, None)
             else:
                 known[key] = buffer, version_of(buffer)
@@ -189,18 +189,18 @@ class BufferWrites:
 
         What it writes into them meanwhile does not count.
         """
-        for _, owner, key, known in self._slots.values():
-            known[key] = None, _WRITTEN if self._is_written(owner, key, known) else _ARRIVING
+        for _, _, buffers, key, known in self._slots.values():
+            known[key] = None, _WRITTEN if self._is_written(buffers.get(key), key, known) else _ARRIVING
         for table in [table for table in self._tables.values() if table is not self._table]:
-            for _, owner, key, _ in self._slots.values():
+            for _, owner, _, key, _ in self._slots.values():
                 other = table.get(owner, {})
                 if other.get(key, (None,))[0] is not None:
                     self._lent.append((other, key, other[key]))
                     other[key] = None, other[key][1]
 
     @staticmethod
-    def _is_written(owner: nn.Module, key: str, known: _Known) -> bool:
-        if (buffer := buffer_table(owner).get(key)) is None:
+    def _is_written(buffer: Tensor | None, key: str, known: _Known) -> bool:
+        if buffer is None:
             return False
         then, version = known.get(key, (None, _WRITTEN))
         return version != _ARRIVING and (version != version_of(buffer) or (then is not None and then is not buffer))
@@ -212,10 +212,10 @@ class BufferWrites:
         """
         is_writer: dict[str, bool] = {}
         for name in names:
-            prefix, owner, key, known = self._slots[name]
+            prefix, _, buffers, key, known = self._slots[name]
             if not is_writer.get(prefix):
                 is_marked = key in known and known[key][1] == _WRITTEN
-                is_writer[prefix] = is_marked or (not marked and self._is_written(owner, key, known))
+                is_writer[prefix] = is_marked or (not marked and self._is_written(buffers.get(key), key, known))
         return list(is_writer.values())
 
     def owners(self, names: Collection[str]) -> list[str]:
@@ -224,7 +224,7 @@ class BufferWrites:
 
     def mark(self, owners: Container[str]) -> None:
         """Mark the buffers of these submodules as written by this rank since the last broadcast."""
-        for prefix, _, key, known in self._slots.values():
+        for prefix, _, _, key, known in self._slots.values():
             if prefix in owners and key in known:
                 known[key] = known[key][0], _WRITTEN
 
@@ -254,7 +254,10 @@ def broadcasting_buffers(
     """
     buffers = list(module_state.buffers().values())
     try:
-        received = [buffer.clone() if _is_held(buffer) else buffer for buffer in buffers]
+        received = [one.clone() if tensor_users(one) > 1 else one for one in buffers]  # a graph may need the values
+        for k, one in enumerate(buffers):
+            if not one.is_contiguous() and is_expanded(local_tensor(one)):  # it cannot be written
+                received[k] = one.clone()
         yield from broadcasting(function, received, groups, sources=sources)
     except Exception as error:
         if unwritable := module_state.unwritable():  # since forward has assigned them
@@ -266,13 +269,8 @@ def broadcasting_buffers(
             _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
-def _is_held(buffer: Tensor) -> bool:
-    """Whether values of another rank cannot be written into a buffer, as a graph may need it, or it is expanded."""
-    return tensor_users(buffer) > 1 or (not buffer.is_contiguous() and is_expanded(local_tensor(buffer)))
-
-
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
-    """Replace ``buffer``, which is held (:func:`_is_held`), by ``values`` in the modules at ``places``.
+    """Replace ``buffer`` by ``values`` in the modules at ``places``, as a graph may need its values, or it is expanded.
 
     Each place is a module and its name for the buffer. ``references`` is the number of the caller's references to it.
     """
