@@ -254,10 +254,12 @@ def broadcasting_buffers(
     """
     buffers = list(module_state.buffers().values())
     try:
-        received = [one.clone() if tensor_users(one) > 1 else one for one in buffers]  # a graph may need the values
-        for k, one in enumerate(buffers):
-            if not one.is_contiguous() and is_expanded(local_tensor(one)):  # it cannot be written
-                received[k] = one.clone()
+        # Values that a graph may need are not overwritten; those of an expanded tensor cannot be. No loop variable: it
+        # would count as a reference.
+        is_free = [
+            tensor_users(one) < 2 and (one.is_contiguous() or not is_expanded(local_tensor(one))) for one in buffers
+        ]
+        received = [one if free else one.clone() for one, free in zip(buffers, is_free, strict=True)]
         yield from broadcasting(function, received, groups, sources=sources)
     except Exception as error:
         if unwritable := module_state.unwritable():  # since forward has assigned them
