@@ -173,7 +173,7 @@ class Weights:
         self._is_executed = node_is_executed()
         self._counted: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._left: _Versions = []  # None if no comparison is needed
-        self._left_zeros = False  # whether these gradients are known to be zeros
+        self._zeros: list[weakref.ref[Any]] = []  # the gradients, if all were zero on a CPU
         self._is_dropped = False  # a step has failed and left no gradient that the user could drop
         self._task = -1
         self._is_used = False
@@ -276,7 +276,8 @@ class Weights:
         # GPUs, for which the host would wait.
         is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
         has_nonzero = is_on_cpu and self._has_nonzero(gradients)
-        self._left, self._left_zeros = None if has_nonzero else _versions(gradients), is_on_cpu and not has_nonzero
+        self._left = None if has_nonzero else _versions(gradients)
+        self._zeros = [] if has_nonzero or not is_on_cpu else [*map(weakref.ref, gradients)]
 
     @classmethod
     def _note_failure(cls) -> None:
@@ -300,8 +301,8 @@ class Weights:
 
     def _drop(self, versions: _Versions) -> None:
         """Drop the counts, as the user has dropped the gradients that were counted, by the ``versions`` of zeros."""
-        is_same = [one for one, _ in self._left or ()] == [one for one, _ in versions or ()]
-        if self.is_weighed and self._left_zeros and is_same and self._left != versions and not self._is_dropped:
+        is_same = [id(reference()) for reference in self._zeros] == [one for one, _ in versions or ()]
+        if self.is_weighed and self._zeros and is_same and self._left != versions and not self._is_dropped:
             raise UnusableError(
                 "gradients of weighed losses, which were all zero, have been changed in place before they were "
                 "synchronized, and it does not show whether they were cleared: clear them by zero_grad() of the "
