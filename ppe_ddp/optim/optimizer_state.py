@@ -238,8 +238,8 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
 
 def _master(master: MasterWeight) -> Tensor:
     # The master weight itself stays: a user who has swapped in other parameters puts the rounded ones back.
-    written = master.written()
-    return master.weight.detach() if written is None else written
+    own, written = master.weight.detach(), master.written()
+    return own if written is None or torch.equal(own, written) else written  # a copy would stay as long as the state
 
 
 def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:
