@@ -563,7 +563,7 @@ def test_another_optimizer_of_the_model_keeps_its_gradients_and_takes_no_outer_s
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     wrapper = DistributedDataParallel(module)
     one, other = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in module)
-    DiLoCo(wrapper, Prepared(one), every=1)
+    outer = DiLoCo(wrapper, Prepared(one), every=1)
     wrapper(torch.ones(1, 2)).sum().backward()
     kept = module[1].weight.grad
     one.step()
@@ -573,6 +573,8 @@ def test_another_optimizer_of_the_model_keeps_its_gradients_and_takes_no_outer_s
     other.step()  # one may go on with a new optimizer
     with pytest.raises(UnusableError, match=r"would get two outer steps in place of one: make one for each wrapper"):
         one.step()
+    outer.stop()
+    assert not wrapper.require_backward_grad_sync
     later.stop()
     copy.deepcopy(wrapper)
     DiLoCo(wrapper, other, every=1)

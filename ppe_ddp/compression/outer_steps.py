@@ -281,7 +281,8 @@ class OuterSteps:
             handle.remove()
         self._is_stopped = True
         self._of_optimizer.remove(self)
-        self._ddp.train_apart(False)
+        if self._later is None:
+            self._ddp.train_apart(False)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
