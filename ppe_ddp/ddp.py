@@ -177,7 +177,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def _check_compressor(self, module_state: ModuleState, compressor: Compressor) -> None:
         numels = {one.name: one.numel << one.dtype.is_complex for one in module_state.specs}
-        self._options.check_kept(name for name, numel in numels.items() if compressor.has_residual(name, numel))
+        if self._options.where_used:
+            self._options.check_kept(name for name, numel in numels.items() if compressor.has_residual(name, numel))
 
     @outside_inference
     def _start(self, *, synchronize: bool) -> None:
@@ -437,8 +438,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 "a DistributedOptimizer needs gradients that are averaged in backward, and after train_apart(), which "
                 "LocalSGD and DiLoCo call, none is: use a plain optimizer"
             )
+        averaged = {parameter for parameter in self._module_state.parameters if parameter.requires_grad}
         for name, module in self.module.named_modules():
-            if isinstance(module, ModuleWrapper):
+            if isinstance(module, ModuleWrapper) and not averaged.isdisjoint(module.parameters()):
                 raise ValueError(
                     f"{name!r} in the module is wrapped, too, so that its averages would be whole gradients, which a "
                     "DistributedOptimizer cannot shard: wrap the outer module alone, or its parts, each with an "

@@ -44,10 +44,13 @@ class ModuleWrapper(nn.Module):
 
         Raises:
             UnusableError: The wrapper itself has got a parameter, a buffer or a submodule with a state, which would be
-                left out.
+                left out. Those that the wrapped module has, too, are saved with it.
         """
-        own = [name for name, part in self.named_children() if name != "module" and part.state_dict(keep_vars=True)]
-        own += [*(name for name, _ in self.named_parameters(recurse=False)), *saved_buffers(self)]
+        saved = {id(one) for one in (*self.module.modules(), *self.module.parameters(), *self.module.buffers())}
+        others = [(name, part) for name, part in self.named_children() if id(part) not in saved]
+        own = [name for name, part in others if part.state_dict(keep_vars=True)]
+        own += [name for name, one in self.named_parameters(recurse=False) if id(one) not in saved]
+        own += [name for name in saved_buffers(self) if id(getattr(self, name)) not in saved]
         if own:
             raise UnusableError(
                 f"{', '.join(own)}: a tensor or module of the wrapper itself, whose state dict is that of the wrapped "

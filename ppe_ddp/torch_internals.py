@@ -246,7 +246,8 @@ def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
 
 def saved_buffers(module: nn.Module) -> list[str]:
     """The names of the buffers of ``module`` without its submodules that its state dict has."""
-    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+    there = (name for name, buffer in module._buffers.items() if buffer is not None)
+    return [name for name in there if name not in module._non_persistent_buffers_set]
 
 
 def child_table(module: nn.Module) -> dict[str, Any]:

@@ -114,6 +114,9 @@ def go_on_with_two(folder):
         assert all(map(torch.equal, first.bits()[0], other.bits()[0]))
         assert other.schedule.state_dict() == first.schedule.state_dict()
         other.step()
+        other.schedule.load_state_dict = None
+        with pytest.raises(CheckpointError, match=r"'schedule' does not take the state that 3 ranks have saved"):
+            other.checkpointer.load()
 
 
 @pytest.mark.parametrize("steps", [5, 6], ids=["between outer steps", "at an outer step"])

@@ -338,6 +338,14 @@ def test_by_parameter_takes_the_first_pattern_that_fits():
     assert bits(result["bias"], given[0]["bias"] * 0.5 + given[1]["bias"] * 0.5)
     kept = ByParameter({"*": ErrorFeedback(Sign())}, min_numel=50)
     assert [WarmUp(kept, 2).has_residual("weight", numel) for numel in (49, 50, None)] == [False, True, True]
+    assert WarmUp(Keeping(), 2).has_residual("weight")
+
+
+class Keeping(FP16):
+    """Is asked for its residual without the number of elements, as before there was any."""
+
+    def has_residual(self, name=None):
+        return True
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
+from ppe_ddp.optim.optimizer_state import described
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -272,6 +273,10 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
 def test_of_two_optimizers_of_one_parameter_the_first_is_refused():
     wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
     first = DistributedOptimizer(torch.optim.SGD, wrapper, lr=1.0)
+    frozen = DistributedDataParallel(nn.Sequential(wrapper.module.requires_grad_(False), seeded(nn.Linear, 3, 3)))
+    DistributedOptimizer(torch.optim.SGD(frozen.parameters(), lr=1.0), frozen)
+    wrapper.module.requires_grad_(True)
+    pulled(wrapper, first)
     second = DistributedOptimizer(torch.optim.SGD([wrapper.module[0].bias], lr=1.0), wrapper)
     pulled(wrapper, second)
     with pytest.raises(UnusableError, match=r"'0\.bias' is also in a DistributedOptimizer that was made later"):
@@ -293,6 +298,12 @@ def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference):
             wrapper(data(2, 6)).sum().backward()
     for group in optimizer.param_groups:
         assert all(weight.grad is None for weight in group["params"])
+
+
+def test_hyper_parameters_are_compared_without_their_device():
+    optimizer = torch.optim.Adam([torch.zeros(1)], betas=(torch.tensor(0.5), torch.tensor(0.25)), capturable=True)
+    optimizer.param_groups[0]["params"] = []
+    assert "group 0 with betas=(0.5, 0.25)" in described(optimizer, [], torch.float32)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -387,6 +398,9 @@ def test_what_cannot_be_sharded_is_refused():
     outer = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), wrapper))
     with pytest.raises(ValueError, match="'1' in the module is wrapped, too"):
         DistributedOptimizer(torch.optim.SGD, outer, lr=1.0)
+    wrapper.module.requires_grad_(False)
+    DistributedOptimizer(torch.optim.SGD, DistributedDataParallel(outer.module), lr=1.0)  # averages what is outside
+    wrapper.module.requires_grad_(True)
     with pytest.raises(TypeError, match="lr: only for an optimizer that is given as a class"):
         DistributedOptimizer(torch.optim.SGD(wrapper.parameters()), wrapper, lr=1.0)
     hooked = torch.optim.SGD(wrapper.parameters())

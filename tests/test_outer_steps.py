@@ -569,8 +569,12 @@ def test_another_optimizer_of_the_model_keeps_its_gradients_and_takes_no_outer_s
     one.step()
     assert module[0].weight.grad is None
     assert module[1].weight.grad is kept
-    with pytest.raises(ValueError, match=r"'0.weight' would get two outer steps"):
-        DiLoCo(wrapper, other, every=1)
+    later = DiLoCo(wrapper, other, every=1)
+    other.step()  # one may go on with a new optimizer
+    with pytest.raises(UnusableError, match=r"would get two outer steps in place of one: make one for each wrapper"):
+        one.step()
     outer.stop()
+    assert not wrapper.require_backward_grad_sync
+    later.stop()
     copy.deepcopy(wrapper)
     DiLoCo(wrapper, other, every=1)

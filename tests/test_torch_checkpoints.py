@@ -264,7 +264,9 @@ def test_hooks_on_the_state_are_called():
     assert calls == ["saves", "saved", "has saved", "loads", "loaded", "has loaded"]
     wrapper.loss = nn.MSELoss()
     wrapper.register_buffer("scratch", torch.ones(1), persistent=False)
-    wrapper.state_dict()  # they have nothing to be saved
+    wrapper.register_buffer("nothing", None)
+    wrapper.part, wrapper.alias = module, next(module.parameters())
+    wrapper.state_dict()  # they have nothing to be saved, or are saved with the wrapped module
     wrapper.head, wrapper.scale = nn.Linear(1, 1), nn.Parameter(torch.ones(1))
     with pytest.raises(UnusableError, match="head, scale: a tensor or module of the wrapper itself"):
         wrapper.state_dict()

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from ppe_ddp.compression.outer_steps import OuterSteps
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.replicas import digest_of
+from ppe_ddp.errors import CheckpointError
 from ppe_ddp.optim import DistributedOptimizer
 from ppe_ddp.sharding.checkpoint_reader import dump_plain
 from ppe_ddp.torch_internals import metadata_of as versions_of
@@ -193,8 +194,16 @@ class CommonPart(SavedPart):
     def load(self, entries: Mapping[str, Any]) -> None:
         """Load the first entry if all are equal."""
         self.differs = len({dump_plain(entries.get(entry)) for entry in self._entries}) > 1
-        if not self.differs and self._entries[0] in entries:
+        if self.differs or self._entries[0] not in entries:
+            return
+        try:
             self.what.load_state_dict(entries[self._entries[0]])
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.name!r} does not take the state that {len(self._entries)} ranks have saved, the same on each "
+                f"({type(error).__name__}: {error}): let its load_state_dict() pass over it, or make a Checkpointer "
+                "without this part to load"
+            ) from error
 
 
 class Differing:

@@ -246,7 +246,8 @@ class Compressor(ABC):
         """
         fields = vars(self).values()
         parts = [one for field in fields for one in (field.values() if isinstance(field, Mapping) else (field,))]
-        return any(part.has_residual(name, numel) for part in parts if isinstance(part, Compressor))
+        given = (name,) if numel is None else (name, numel)  # a class of the user's may take the name alone
+        return any(part.has_residual(*given) for part in parts if isinstance(part, Compressor))
 
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())

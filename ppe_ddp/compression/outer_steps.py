@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
 
 if TYPE_CHECKING:
@@ -85,9 +86,10 @@ class OuterSteps:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_restored = False
         self._is_stopped = False
-        of_wrapper: weakref.WeakSet[OuterSteps] = vars(ddp).setdefault("outer_steps", weakref.WeakSet())
-        self._refuse_shared([*outer_steps_of(optimizer), *(one for one in of_wrapper if not one._is_stopped)])
+        self._later: str | None = None  # the class of a later one that averages the same parameters
+        self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
+        self._replace_others(ddp)
         self._handles: list[RemovableHandle] = [
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
@@ -95,7 +97,6 @@ class OuterSteps:
         self._remember()
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
-        of_wrapper.add(self)
         vars(optimizer)["outer_steps"] = outer_steps
         tell_of_skipped_steps(optimizer, partial(_count_all, outer_steps))
 
@@ -114,16 +115,28 @@ class OuterSteps:
         return any(one is self.module for one in module.modules())
 
     def _refuse_shared(self, others: Sequence[OuterSteps]) -> None:
-        """Raise for a parameter of which ``others``, too, would take an outer step. Averaging twice does no harm."""
         for other in others:
-            parameters = set(other._parameters().values())
-            shared = [name for name, parameter in self._parameters().items() if parameter in parameters]
-            if shared and (self._lr, other._lr, self._momentum, other._momentum) != (1, 1, 0, 0):
+            if (shared := self._shared_with(other)) is not None:
                 raise ValueError(
-                    f"parameter {shared[0]!r} would get two outer steps in place of one, as another "
-                    f"{type(other).__name__} averages it: put modules that share it into one wrapper; make one for "
-                    "each wrapper, even if it has several optimizers; call stop() before you make another"
+                    f"parameter {shared!r} would get two outer steps in place of one, as another "
+                    f"{type(other).__name__} averages it: put modules that share it into one wrapper; call stop() "
+                    "before you make another"
                 )
+
+    def _replace_others(self, ddp: Synchronizing) -> None:
+        """Let those of other optimizers, which may not be used any more, raise in the next step of theirs."""
+        of_wrapper: weakref.WeakSet[OuterSteps] = vars(ddp).setdefault("outer_steps", weakref.WeakSet())
+        for other in of_wrapper:
+            if self._shared_with(other) is not None:
+                other._later = type(self).__name__
+        of_wrapper.add(self)
+
+    def _shared_with(self, other: OuterSteps) -> str | None:
+        """A parameter of which ``other``, too, would take an outer step. Averaging twice does no harm."""
+        parameters = set(other._parameters().values())
+        shared = (name for name, parameter in self._parameters().items() if parameter in parameters)
+        averages_twice = (self._lr, other._lr, self._momentum, other._momentum) == (1, 1, 0, 0)
+        return None if averages_twice else next(shared, None)
 
     def _updated(self) -> set[nn.Parameter]:
         """The parameters that the optimizer updates."""
@@ -140,6 +153,12 @@ class OuterSteps:
 
     @uncompiled
     def _begin_inner_step(self) -> None:
+        if self._later is not None:
+            raise UnusableError(
+                f"a {self._later} that was made later averages the parameters of this {type(self).__name__}'s wrapper, "
+                "which would get two outer steps in place of one: make one for each wrapper, even if it has several "
+                "optimizers, and call stop() before you make another"
+            )
         if self._is_restored:
             self._loaded.identities.clear()
             self._is_restored = False
@@ -262,7 +281,8 @@ class OuterSteps:
             handle.remove()
         self._is_stopped = True
         self._of_optimizer.remove(self)
-        self._ddp.train_apart(False)
+        if self._later is None:
+            self._ddp.train_apart(False)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""

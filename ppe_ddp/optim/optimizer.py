@@ -162,7 +162,7 @@ class DistributedOptimizer(Optimizer):
     def _take_over(self, group: dict[str, Any]) -> None:
         """Put master weights in the place of the parameters in ``group``, without those that are frozen."""
         masters: list[MasterWeight] = []
-        given = set(map(id, group["params"]))
+        given = {id(parameter) for parameter in group["params"]} & self._index.keys()  # without those frozen here
         for other in set(self._everyone) - {self}:
             for master in other._masters:
                 if id(master.shard.parameter) in given:

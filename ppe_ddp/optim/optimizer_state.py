@@ -40,11 +40,18 @@ def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torc
     names = {id(master.weight): master.shard.name for master in masters}
     lines = [f"{type(optimizer).__name__} with master weights of {dtype}"]
     for number, group in enumerate(optimizer.param_groups):
-        options = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in group.items()}
+        options = {key: _plain(value) for key, value in group.items()}
         plain = {key: value for key, value in sorted(options.items()) if isinstance(value, bool | int | float | tuple)}
         lines.extend(f"group {number} with {key}={value}" for key, value in plain.items())
         lines.extend(f"{names[id(weight)]!r} in group {number}" for weight in group["params"])
     return lines
+
+
+def _plain(value: Any) -> Any:
+    """The numbers of tensors, whose text would name this rank's device."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
@@ -231,8 +238,8 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
 
 def _master(master: MasterWeight) -> Tensor:
     # The master weight itself stays: a user who has swapped in other parameters puts the rounded ones back.
-    written = master.written()
-    return master.weight.detach() if written is None else written
+    own, written = master.weight.detach(), master.written()
+    return own if written is None or torch.equal(own, written) else written  # a copy would stay as long as the state
 
 
 def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpoint: Mapping[str, Any]) -> None:
