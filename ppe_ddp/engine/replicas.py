@@ -272,7 +272,8 @@ def broadcasting_buffers(
 
 def _is_held(buffer: Tensor) -> bool:
     """Whether values of another rank cannot be written into a buffer, as a graph may need it, or it is expanded."""
-    return tensor_users(buffer) > 1 or (not buffer.is_contiguous() and is_expanded(local_tensor(buffer)))
+    is_whole = buffer.layout is not torch.strided or buffer.is_contiguous()
+    return tensor_users(buffer) > 1 or (not is_whole and is_expanded(local_tensor(buffer)))
 
 
 def _replace(buffer: Tensor, values: Tensor, places: list[Place], *, references: int) -> None:
