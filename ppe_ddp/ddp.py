@@ -216,7 +216,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._mark_written()
         self._use_hooks()
         if synchronize:
-            self._reducer.synchronizer.negotiation.check()
+            self._reducer.synchronizer.negotiation.check(writes_buffers=groups.world_size > 1)
             state = [*self._module_state.buffers().values(), *self._module_state.parameters]
             broadcast_all(self._broadcast_function, state, groups)
             self._reducer.synchronizer.note_buffers()

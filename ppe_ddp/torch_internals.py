@@ -358,12 +358,15 @@ def is_marked_ignored(tensor: Tensor) -> bool:
 
 
 def outside_inference(function: _Function) -> _Function:
-    """Run ``function`` outside of ``torch.inference_mode()``: what is allocated in it cannot be written later on."""
+    """Run ``function`` outside of ``torch.inference_mode()``: what is allocated in it cannot be written later on.
+
+    Grad mode stays off, which leaving the inference mode would turn on.
+    """
 
     @wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:
         if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 return function(*arguments, **keywords)
         return function(*arguments, **keywords)
 

@@ -12,7 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, of_all_ranks, seeded, square
-from ppe_ddp import CommunicationError, DisagreementError, DistributedDataParallel, Options, UnusableError, average
+from ppe_ddp import (
+    CommunicationError,
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    Options,
+    UnusableError,
+    average,
+)
 from ppe_ddp.testing import Outcome, RankError, Ranks
 from rank_tests import long, on_three_ranks, on_two_ranks
 
@@ -233,6 +241,12 @@ def test_tensors_that_cannot_be_written_are_refused_by_name(what, odd, text, odd
     with pytest.raises(ValueError, match=rf"rank {odd_ranks[0]}: the values .* {what} '2.odd' {text}") as caught:
         DistributedDataParallel(module)
     raised_everywhere(caught.value)
+    if what == "buffer":  # where nothing is written into it
+        alone = dist.new_subgroups(1)[0]
+        square(DistributedDataParallel(module, process_group=alone, reduce_function=lambda *_: None), rank)
+        keeping = DistributedDataParallel(module, init_sync=False, broadcast_buffers=False)
+        DistributedOptimizer(torch.optim.SGD(keeping.parameters(), lr=0.1), keeping)
+        square(keeping, rank)
     # A dimension of one element has no second one in its place.
     fitting = seeded(mlp, 4, 2)
     fitting.register_buffer("positions", torch.arange(3).expand(1, -1))

@@ -369,7 +369,7 @@ def test_an_iteration(options):
 @pytest.mark.parametrize("overlap", [False, True])
 @on_two_ranks
 def test_post_accumulate_hooks_get_each_micro_batchs_gradient(overlap):
-    """Whether registered before wrapping or after, as main_grad gets what they have made of it."""
+    """Whether registered before wrapping or after, and also where a backward comes through no output of the wrapper."""
     module, rank, limit = net(), dist.get_rank(), 0.1
     twin = copy.deepcopy(module)
 
@@ -378,17 +378,19 @@ def test_post_accumulate_hooks_get_each_micro_batchs_gradient(overlap):
 
     module[0].weight.register_post_accumulate_grad_hook(clamp)
     model = wrap(module, overlap_grad_reduce=overlap)
-    module[4].weight.register_post_accumulate_grad_hook(clamp)
-    with model.no_sync():
-        loss(model, rank, 0).backward()
-    loss(model, rank, 1).backward()
-    model.finish_grad_sync()
+    module[4].bias.register_post_accumulate_grad_hook(clamp)  # its gradient is the first
     expected = [torch.zeros_like(parameter) for parameter in twin.parameters()]
     for of_rank, step in ((0, 0), (0, 1), (1, 0), (1, 1)):
         grads = torch.autograd.grad(loss(twin, of_rank, step), [*twin.parameters()])
         for k, (total, grad) in enumerate(zip(expected, grads, strict=True)):
-            total += (grad.clamp(-limit, limit) if k in (0, 4) else grad) / 2
-    hold(model, expected)
+            total += (grad.clamp(-limit, limit) if k in (0, 5) else grad) / 2
+    for last in (model, module):
+        model.zero_grad_buffer()
+        with model.no_sync():
+            loss(model, rank, 0).backward()
+        loss(last, rank, 1).backward()
+        model.finish_grad_sync()
+        hold(model, expected)
 
 
 @on_two_ranks

@@ -238,8 +238,9 @@ class GradHooks:
             TorchChangedError: Autograd refuses to answer.
             UnusableError: It is too late to defer a user's hook on this parameter, of those with these ``names``.
         """
-        hooks = self._hooks[arrived][0].values()
-        if any(_owner_of(hook) is None and not isinstance(hook, _DeferredHook) for hook in hooks):
+        table, key, _ = self._hooks[arrived]
+        behind = list(table.values())[list(table).index(key) :]  # those before get it at once, as they are to
+        if any(_owner_of(hook) is None and not isinstance(hook, _DeferredHook) for hook in behind):
             raise UnusableError(
                 f"a post-accumulate-grad hook on {names[arrived]!r}, registered after the last forward of the wrapper, "
                 "would get this rank's own gradient, as this backward does not come through an output of the wrapper: "

@@ -104,10 +104,11 @@ class ModuleState:
                 found[name] = buffer
         return found
 
-    def unwritable(self) -> list[str]:
+    def unwritable(self, *, with_buffers: bool = True) -> list[str]:
         """What keeps the values of another rank from being written into parameters and buffers: a clause for each."""
         parameters = zip((f"parameter {name!r}" for name in self.names), self.parameters, strict=True)
-        buffers = ((f"buffer {name!r}", buffer) for name, buffer in self.buffers().items())
+        written = self.buffers() if with_buffers else {}
+        buffers = ((f"buffer {name!r}", buffer) for name, buffer in written.items())
         found = ((name, _obstacle(local_tensor(tensor))) for name, tensor in chain(parameters, buffers))
         return [f"{name} {obstacle}" for name, obstacle in found if obstacle]
 
@@ -171,8 +172,8 @@ def _spec(name: str, parameter: nn.Parameter, sparse: bool) -> ParameterSpec:
 
 
 def _obstacle(tensor: Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         return f"is {kind}: keep it dense, or name it in _set_params_and_buffers_to_ignore_for_model()"
     if tensor.is_conj() or tensor.is_neg():
         return "is a conjugate that is not computed yet: call .resolve_conj().resolve_neg()"

@@ -244,8 +244,10 @@ class Negotiation:
         self._plugs[what] = titles
         self._digest = fingerprint(self._lines())
 
-    def check(self) -> None:
+    def check(self, *, writes_buffers: bool = False) -> None:
         """Compare parameters, buffers and options across the ranks, which must all call this.
+
+        ``writes_buffers`` says that values of another rank are then written into buffers, too.
 
         Raises:
             DisagreementError: On every rank, with the same text. It names the first difference, or says that some ranks
@@ -255,7 +257,7 @@ class Negotiation:
         """
         place = f"{_COMPARISON} after step {self._groups.step}"
         lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
-        unwritable = self._module_state.unwritable()
+        unwritable = self._module_state.unwritable(with_buffers=writes_buffers)
         fields = {"unwritable": bytes([bool(unwritable)])}
         if self._generation != self._groups.generation:
             self._restart()  # after a failure the ranks may have messages of different lengths
@@ -471,7 +473,8 @@ def _read_masks(
 
 
 def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
-    return [f"buffer {name!r} {buffer.dtype} {tuple(buffer.shape)}" for name, buffer in buffers.items()]
+    shapes = {name: "nested" if buffer.is_nested else tuple(buffer.shape) for name, buffer in buffers.items()}
+    return [f"buffer {name!r} {buffer.dtype} {shapes[name]}" for name, buffer in buffers.items()]
 
 
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:

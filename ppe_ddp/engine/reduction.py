@@ -252,8 +252,10 @@ class FunctionReduction(Reduction):
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         flat, given = bucket.buffer(), self._given.pop(bucket.index())
-        is_other = isinstance(value, Tensor) and value.numel() == flat.numel() and value.data_ptr() != flat.data_ptr()
-        if is_other and given == (flat.data_ptr(), version_of(flat)):
+        if not isinstance(value, Tensor) or value.numel() != flat.numel() or value.dtype is not flat.dtype:
+            return
+        is_untouched = value.data_ptr() != flat.data_ptr() and given == (flat.data_ptr(), version_of(flat))
+        if is_untouched and not torch.equal(value.reshape(-1), flat):  # writes by NumPy or ``.data`` have no version
             raise FunctionError(
                 f"the Future of {self.title} holds another tensor, and those in the bucket are as they were "
                 f"({self.describe(bucket)}); it must change them in place, or call set_buffer()"

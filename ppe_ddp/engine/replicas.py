@@ -256,10 +256,11 @@ def broadcasting_buffers(
     try:
         # Values that a graph may need are not overwritten; those of an expanded tensor cannot be. No loop variable: it
         # would count as a reference.
-        is_free = [
-            tensor_users(one) < 2 and (one.is_contiguous() or not is_expanded(local_tensor(one))) for one in buffers
+        whole = [one.layout is not torch.strided or one.is_contiguous() for one in buffers]
+        is_free = [w or not is_expanded(local_tensor(one)) for one, w in zip(buffers, whole, strict=True)]
+        received = [
+            one if tensor_users(one) < 2 and free else one.clone() for one, free in zip(buffers, is_free, strict=True)
         ]
-        received = [one if free else one.clone() for one, free in zip(buffers, is_free, strict=True)]
         yield from broadcasting(function, received, groups, sources=sources)
     except Exception as error:
         if unwritable := module_state.unwritable():  # since forward has assigned them
