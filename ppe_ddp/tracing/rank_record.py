@@ -110,7 +110,7 @@ def _message(number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Presence:
-    """The gradients that existed in the backwards of one wrapper."""
+    """The gradients that existed in the backwards of one wrapper, while it had these parameters."""
 
     names: tuple[str, ...]  # the names of its parameters
     # A text for each backward, with a character for each parameter: "1" if this rank had a gradient of it.
@@ -119,7 +119,7 @@ class Presence:
 
     @classmethod
     def of(cls, recorders: Sequence[Recorder]) -> Presence:
-        """The gradients of these backwards, which are all of one wrapper."""
+        """The gradients of these backwards, which are all of one wrapper with the same parameters."""
         masks = [[one.local for one in recorders], [one.agreed for one in recorders]]
         local, agreed = (["".join("1" if here else "0" for here in mask) for mask in own] for own in masks)
         return cls(recorders[0].names, local, agreed)
@@ -134,17 +134,19 @@ class RankRecord:
     spans: list[Span]  # in order of their begin, by this rank's clock
     # Begin and end of each synchronized backward, by this rank's clock; of several wrappers, of the one with the most.
     backwards: list[tuple[int, int]]
-    presence: list[Presence]  # one for each wrapper
+    presence: list[Presence]  # one for each wrapper, and for each list of parameters that it had
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
         spans = [*log.spans, *(span for recorder in log.backwards for span in spans_of_backward(recorder))]
         wrappers: defaultdict[int, list[Recorder]] = defaultdict(list)
+        modules: defaultdict[tuple[int, tuple[str, ...]], list[Recorder]] = defaultdict(list)
         for recorder in log.backwards:
-            wrappers[id(recorder.names)].append(recorder)  # each wrapper has a tuple of its own
+            wrappers[recorder.wrapper].append(recorder)
+            modules[recorder.wrapper, recorder.names].append(recorder)
         spans.sort(key=lambda span: (span.begin, -span.end))
         backwards = [(recorder.begin, recorder.done_at) for recorder in max(wrappers.values(), key=len, default=[])]
-        return cls(clock, socket.gethostname(), spans, backwards, [Presence.of(own) for own in wrappers.values()])
+        return cls(clock, socket.gethostname(), spans, backwards, [Presence.of(own) for own in modules.values()])
 
     def on_one_clock(self) -> RankRecord:
         """This record with times by the clock of rank 0."""
