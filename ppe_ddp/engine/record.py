@@ -231,6 +231,8 @@ class EventLog:
 
     current: ClassVar[EventLog | None] = None
     """The log to write to; None while no timeline is made."""
+    step_hooks: ClassVar[int] = 2
+    """The number of hooks for the steps of all optimizers that a timeline registers."""
 
     def __init__(self, on_groups: Callable[[Groups], None]) -> None:
         self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)  # all spans that have ended
