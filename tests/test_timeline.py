@@ -214,6 +214,8 @@ def test_ranks_whose_clocks_are_not_compared_have_files_of_their_own():
     assert len({one.job for one in of_all_ranks(clock)}) == 1
     summary = summarize([record_of(backwards=[]), RankRecord(clock, "host", [], [], [])])
     assert "clocks were not compared" in str(summary)
+    recording.clock = ClockOffset()  # as if it had begun in a group of this process alone, as elastic ranks do
+    assert recording.result().clock.rank == dist.get_rank()
 
 
 @on_two_ranks

@@ -246,7 +246,9 @@ class Recording:
 
     def _find_place(self) -> None:
         """Note this rank, which names its file, where clocks are not compared; it waits for no other rank."""
-        if not self._is_placed and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if not self._is_placed or self.clock.world_size == 1 < dist.get_world_size():  # elastic ranks begin alone
             job = ""
             with suppress(RuntimeError):  # the store lacks this operation, or has ended
                 job = store_of(default_group()).compare_set(_JOB, "", self.clock.job).decode()
@@ -394,7 +396,7 @@ class TimelineSummary:
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1 and self.clock_error_ms is None:
-            lines.append("clocks were not compared, as no wrapper spans all ranks: each machine's own time of day")
+            lines.append("clocks were not compared: each machine's own time of day")
         elif self.ranks > 1:
             lines.append(f"all ranks on the clock of rank 0, with an error of up to {self.clock_error_ms:.3f} ms")
         return "\n".join(lines)
