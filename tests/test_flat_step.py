@@ -10,6 +10,7 @@ from optim_runners import assert_same
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer
 from ppe_ddp.optim import master_weights
 from ppe_ddp.optim.master_weights import FlatStep
+from ppe_ddp.tracing.rank_record import record
 from rank_tests import on_two_ranks
 
 SIZES = (3, 1, 0, 7, 20_000, 64, 5, 9)  # the fifth is too large to be copied
@@ -172,6 +173,13 @@ def test_who_looks_on_sees_each_weight():
     )
     pair.step()
     assert seen == [[len(SIZES)] * 2] * 2
+
+
+def test_a_timeline_changes_no_step():
+    pair = Pair(torch.optim.SGD)
+    counts = [pair.step() for _ in range(3)]
+    with record():
+        assert pair.step() == counts[-1] != counts[0]
 
 
 @on_two_ranks

@@ -271,9 +271,11 @@ def test_the_config_may_be_changed_until_it_is_used():
     other = dataclasses.replace(config, bucket_size=3)
     other.bucket_size = 4
     assert DistributedDataParallel(None, other, net()).bucket_size == 4
+    config.note = "of the program"
     other = copy.deepcopy(config)
     other.bucket_size = 5
     assert other == dataclasses.replace(config, bucket_size=5)
+    assert other.note == config.note
 
 
 @pytest.mark.parametrize("overlap", [False, True])

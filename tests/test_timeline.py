@@ -82,7 +82,11 @@ def test_who_is_slow_is_who_does_not_wait():
 def log_of(*wrappers):
     """A log of backwards of 1 ms, in the order in which they began; each wrapper gives the begins of its own, in ms."""
     log = EventLog(lambda groups: None)
-    recorders = [Recorder(names, begin * 10**6, b"\1", b"\1") for names, begins in wrappers for begin in begins]
+    recorders = [
+        Recorder(names, begin * 10**6, b"\1", b"\1", wrapper=k)
+        for k, (names, begins) in enumerate(wrappers)
+        for begin in begins
+    ]
     for recorder in sorted(recorders, key=lambda recorder: recorder.begin):
         recorder.backward_at = recorder.returned_at = recorder.done_at = recorder.begin + 10**6
         log.backwards.append(recorder)
@@ -90,13 +94,13 @@ def log_of(*wrappers):
 
 
 def test_a_step_of_several_wrappers_is_one_and_each_has_its_own_picture(tmp_path):
-    names = [tuple(name) for name in (["weight"], ["weight"])]
-    found = RankRecord.of(log_of((names[0], range(0, 100, 10)), (names[1], range(3, 100, 20))), ClockOffset())
+    names = ("weight",)
+    found = RankRecord.of(log_of((names, range(0, 100, 10)), (names, range(3, 100, 20))), ClockOffset())
     assert [one.local for one in found.presence] == [["1"] * 10, ["1"] * 5]
     summary = summarize([found])
     assert (summary.backwards, summary.step_ms) == (10, pytest.approx(10))
     # The other rank has left earlier, and has a module that rank 0 lacks.
-    other = RankRecord.of(log_of((names[0], range(4)), (("bias",), range(4, 8))), ClockOffset(rank=1))
+    other = RankRecord.of(log_of((names, range(4)), (("bias",), range(4, 8))), ClockOffset(rank=1))
     pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
     draw_presence([found, other], tmp_path / "of.png")
     assert len(list(tmp_path.iterdir())) == 3
@@ -210,6 +214,23 @@ def test_ranks_whose_clocks_are_not_compared_have_files_of_their_own():
     assert len({one.job for one in of_all_ranks(clock)}) == 1
     summary = summarize([record_of(backwards=[]), RankRecord(clock, "host", [], [], [])])
     assert "clocks were not compared" in str(summary)
+    recording.clock = ClockOffset()  # as if it had begun in a group of this process alone, as elastic ranks do
+    assert recording.result().clock.rank == dist.get_rank()
+
+
+@on_two_ranks
+def test_a_wrapper_whose_module_changes_in_each_step_is_one():
+    module = net()
+    model = ppe_ddp.DistributedDataParallel(module)
+    with record() as recording:
+        for step in range(4):
+            module[0].requires_grad_(step % 2 == 0)
+            if step == 3:
+                module.add_module("new", torch.nn.Linear(64, 64))
+            model(torch.randn(3, 64)).sum().backward()
+    found = recording.result()
+    assert len(found.backwards) == 4
+    assert [len(one.local) for one in found.presence] == [3, 1]
 
 
 def test_a_compressor_shows_what_it_encodes_sends_and_decodes(two_ranks):

@@ -352,7 +352,7 @@ class ElasticTraining:
         here, there = next(pair for pair in zip(own, expected, strict=False) if pair[0] != pair[1])
         raise DisagreementError(
             f"{self._membership.name}: this process wanted to join with {here}, and the others train with {there}: "
-            "start it again with the same options"
+            "start it again, with the same options before ElasticTraining is made"
         )
 
     def _commit(self) -> Steps:

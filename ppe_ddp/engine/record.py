@@ -142,6 +142,7 @@ class Recorder:
     done_at: int = 0  # when the gradients were handed over: later, where results are waited for later (Megatron)
     control_nbytes: int = 0  # bytes of masks
     rounds: list[RoundRecord] = field(default_factory=list)  # of buckets
+    wrapper: int = 0  # tells those of one wrapper, whose names may change, from those of others
 
     def note_vote(self) -> None:
         """Note that the result of the vote has arrived."""
@@ -230,6 +231,8 @@ class EventLog:
 
     current: ClassVar[EventLog | None] = None
     """The log to write to; None while no timeline is made."""
+    step_hooks: ClassVar[int] = 2
+    """The number of hooks for the steps of all optimizers that a timeline registers."""
 
     def __init__(self, on_groups: Callable[[Groups], None]) -> None:
         self.spans: deque[Span] = deque(maxlen=_MOST_SPANS)  # all spans that have ended

@@ -505,7 +505,7 @@ class Reducer(Generic[C]):
         backward.end(averaged)
         if backward.unexpected:
             self._arrivals.refresh(backward.unexpected)
-        self._last = backward.recorder
+        self._last, backward.recorder.wrapper = backward.recorder, id(self._wrapper() or self)
         self._backward = None
 
     def _end_arrivals(self, backward: Backward) -> None:

@@ -128,7 +128,7 @@ class DistributedDataParallelConfig:
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # no wrapper was made with a copy
+        return {name: value for name, value in vars(self).items() if name != "_is_used"}  # no wrapper has a copy
 
     def use(self) -> None:
         """Check the values, and refuse changes from now on; called when a wrapper is made with them."""

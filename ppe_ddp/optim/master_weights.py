@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ppe_ddp.engine.plan import is_non_overlapping_and_dense
+from ppe_ddp.engine.record import EventLog
 from ppe_ddp.torch_internals import step_hooks
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ class FlatStep:
 
     def _laid_out(self) -> list[tuple[dict[str, Any], list[FlatShards]]]:
         """The groups that have flat shards, with these; makes them if the last two steps had the same gradients."""
-        if not self._is_known or "step" in vars(self._optimizer) or step_hooks(self._optimizer) != self._hooks:
+        hooks = self._hooks + (EventLog.step_hooks if EventLog.current is not None else 0)  # a timeline sees no tensors
+        if not self._is_known or "step" in vars(self._optimizer) or step_hooks(self._optimizer) != hooks:
             self.separate()
             return []
         groups = self._optimizer.param_groups

@@ -110,7 +110,7 @@ def _message(number: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Presence:
-    """The gradients that existed in the backwards of one wrapper."""
+    """The gradients that existed in the backwards of one wrapper, while it had these parameters."""
 
     names: tuple[str, ...]  # the names of its parameters
     # A text for each backward, with a character for each parameter: "1" if this rank had a gradient of it.
@@ -119,7 +119,7 @@ class Presence:
 
     @classmethod
     def of(cls, recorders: Sequence[Recorder]) -> Presence:
-        """The gradients of these backwards, which are all of one wrapper."""
+        """The gradients of these backwards, which are all of one wrapper with the same parameters."""
         masks = [[one.local for one in recorders], [one.agreed for one in recorders]]
         local, agreed = (["".join("1" if here else "0" for here in mask) for mask in own] for own in masks)
         return cls(recorders[0].names, local, agreed)
@@ -134,17 +134,19 @@ class RankRecord:
     spans: list[Span]  # in order of their begin, by this rank's clock
     # Begin and end of each synchronized backward, by this rank's clock; of several wrappers, of the one with the most.
     backwards: list[tuple[int, int]]
-    presence: list[Presence]  # one for each wrapper
+    presence: list[Presence]  # one for each wrapper, and for each list of parameters that it had
 
     @classmethod
     def of(cls, log: EventLog, clock: ClockOffset) -> RankRecord:
         spans = [*log.spans, *(span for recorder in log.backwards for span in spans_of_backward(recorder))]
         wrappers: defaultdict[int, list[Recorder]] = defaultdict(list)
+        modules: defaultdict[tuple[int, tuple[str, ...]], list[Recorder]] = defaultdict(list)
         for recorder in log.backwards:
-            wrappers[id(recorder.names)].append(recorder)  # each wrapper has a tuple of its own
+            wrappers[recorder.wrapper].append(recorder)
+            modules[recorder.wrapper, recorder.names].append(recorder)
         spans.sort(key=lambda span: (span.begin, -span.end))
         backwards = [(recorder.begin, recorder.done_at) for recorder in max(wrappers.values(), key=len, default=[])]
-        return cls(clock, socket.gethostname(), spans, backwards, [Presence.of(own) for own in wrappers.values()])
+        return cls(clock, socket.gethostname(), spans, backwards, [Presence.of(own) for own in modules.values()])
 
     def on_one_clock(self) -> RankRecord:
         """This record with times by the clock of rank 0."""
@@ -244,7 +246,9 @@ class Recording:
 
     def _find_place(self) -> None:
         """Note this rank, which names its file, where clocks are not compared; it waits for no other rank."""
-        if not self._is_placed and dist.is_initialized():
+        if not dist.is_initialized():
+            return
+        if not self._is_placed or self.clock.world_size == 1 < dist.get_world_size():  # elastic ranks begin alone
             job = ""
             with suppress(RuntimeError):  # the store lacks this operation, or has ended
                 job = store_of(default_group()).compare_set(_JOB, "", self.clock.job).decode()
@@ -392,7 +396,7 @@ class TimelineSummary:
         for rank, more in self.slow.items():
             lines.append(f"rank {rank} is slow: it takes {more:.1f} ms a step longer than the median rank")
         if self.ranks > 1 and self.clock_error_ms is None:
-            lines.append("clocks were not compared, as no wrapper spans all ranks: each machine's own time of day")
+            lines.append("clocks were not compared: each machine's own time of day")
         elif self.ranks > 1:
             lines.append(f"all ranks on the clock of rank 0, with an error of up to {self.clock_error_ms:.3f} ms")
         return "\n".join(lines)
