@@ -157,11 +157,16 @@ def _together(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel
 @contextmanager
 def _completing(own: Groups | None) -> Generator[None, None, None]:
     """A context for sums in the wrapper's ``own`` groups: a rank that fails next waits until all ranks have them."""
-    if own is not None:
-        own.note(Activity.SUM)
-    yield
-    if own is not None:
-        own.note(Activity.SUMMED)
+    if own is None:
+        yield
+        return
+    own.note(Activity.SUM)
+    try:
+        yield
+    except BaseException:
+        own.note(Activity.DONE)  # this rank has its averages, and does not come to these sums any more
+        raise
+    own.note(Activity.SUMMED)
 
 
 def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> None:
