@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -30,7 +31,7 @@ from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
+from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.gradient_buffers import (
     BufferBucket,
@@ -197,10 +198,15 @@ class BufferSynchronizer(Synchronizer):
         self.gradients.add(indices)
 
     def _refuse_kernels(self, indices: Iterable[int]) -> None:
-        """Raise if a kernel has added one of these gradients to ``main_grad``, which pending results will overwrite."""
-        for i in indices:
-            if i in self.layout.bucket_of:
-                self._buckets[self.layout.bucket_of[i]].refuse_kernel(i, is_sent=True)
+        """Raise if a kernel has added one of these gradients to ``main_grad``, which pending results overwrite."""
+        try:
+            for i in indices:
+                if i in self.layout.bucket_of:
+                    self._buckets[self.layout.bucket_of[i]].refuse_kernel(i, is_sent=True)
+        except UnusableError:
+            with suppress(PeerAbortedError, CommunicationError):
+                self.wait_for_results()  # else the error would end this step on ranks that do not have them yet
+            raise
 
     def _reopen(self, indices: Sequence[int]) -> list[tuple[BufferBucket, int]]:
         """Set averages aside before gradients are added to them; returns the buckets that had any, by parameter."""
