@@ -256,11 +256,9 @@ def broadcasting_buffers(
     try:
         # Values that a graph may need are not overwritten; those of an expanded tensor cannot be. No loop variable: it
         # would count as a reference.
-        whole = [one.layout is not torch.strided or one.is_contiguous() for one in buffers]
-        is_free = [w or not is_expanded(local_tensor(one)) for one, w in zip(buffers, whole, strict=True)]
-        received = [
-            one if tensor_users(one) < 2 and free else one.clone() for one, free in zip(buffers, is_free, strict=True)
-        ]
+        gaps = [k for k, one in enumerate(buffers) if one.layout is torch.strided and not one.is_contiguous()]
+        expanded = {k for k in gaps if is_expanded(local_tensor(buffers[k]))}
+        received = [one.clone() if k in expanded or tensor_users(one) > 1 else one for k, one in enumerate(buffers)]
         yield from broadcasting(function, received, groups, sources=sources)
     except Exception as error:
         if unwritable := module_state.unwritable():  # since forward has assigned them
@@ -268,7 +266,7 @@ def broadcasting_buffers(
         raise
     needed = [k for k, values in enumerate(received) if values is not buffers[k]]
     for k in needed:
-        if is_expanded(local_tensor(buffers[k])) or not torch.equal(*map(local_tensor, (buffers[k], received[k]))):
+        if k in expanded or not torch.equal(*map(local_tensor, (buffers[k], received[k]))):
             _replace(buffers[k], received[k], module_state.places_of(buffers[k]), references=1)
 
 
