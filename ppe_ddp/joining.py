@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbort
 from ppe_ddp.functions import broadcast
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ppe_ddp.engine.groups import Groups
     from ppe_ddp.engine.module import ModuleState
     from ppe_ddp.engine.reducer import Reducer
@@ -35,6 +37,17 @@ def _any_announces(groups: Groups) -> bool:
     work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
     groups.failures.wait(work, word.device)  # looks for failures, which the transport may not notice
     return bool(word.item())
+
+
+def _own_streams(parameters: Iterable[Tensor]) -> list[torch.cuda.Stream]:
+    """A stream for each GPU of the parameters, behind this thread's present work.
+
+    The thread's own streams will wait for the sum in which torch counts the ranks, and so for all other ranks.
+    """
+    streams = [torch.cuda.Stream(device) for device in {one.device for one in parameters if one.is_cuda}]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    return streams
 
 
 def leave_join(synchronizer: BucketSynchronizer) -> None:
@@ -85,12 +98,18 @@ class DdpJoinHook(JoinHook):
                 self._listening.result()  # raises the error of the thread
         elif self._reducer is not None:
             # A thread for each wrapper: other ranks may synchronize several joined wrappers in any order.
-            self._listening = self._thread.submit(self._listen, self._reducer)
+            streams = _own_streams(self._module_state().parameters)
+            self._listening = self._thread.submit(self._listen, self._reducer, streams)
 
-    def _listen(self, reducer: Reducer[BucketSynchronizer]) -> None:
-        while self._hears(reducer):
-            with suppress(PeerAbortedError, NonFiniteGradientError):  # the other ranks skip that step and go on
-                reducer.finish(silent=True)
+    def _listen(self, reducer: Reducer[BucketSynchronizer], streams: Sequence[torch.cuda.Stream]) -> None:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            while self._hears(reducer):
+                with suppress(PeerAbortedError, NonFiniteGradientError):  # the other ranks skip that step and go on
+                    reducer.finish(silent=True)
+        for stream in streams:
+            stream.synchronize()
 
     def _hears(self, reducer: Reducer[BucketSynchronizer]) -> bool:
         """Wait for the next synchronization; False once all ranks have run out. After a failure it connects again."""

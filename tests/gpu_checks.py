@@ -389,6 +389,59 @@ def parameters_on_the_cpu_and_on_the_device():
         hold(module, averages(module, step))
 
 
+@check
+def ranks_run_out_of_inputs():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))).to(DEVICE)
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.05)
+    twin = copy.deepcopy(module)
+    with model.join():
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            if step >= 2 and rank == size - 1 > 0:  # the others give zeros
+                assert_alone(module, twin, step, size)
+            optimizer.step()
+            twin.load_state_dict(module.state_dict())
+    first, *others = of_all_ranks([values.cpu() for values in module.state_dict().values()])
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+
+
+def assert_alone(module, twin, step, size):
+    twin.zero_grad()
+    (loss_of(twin, step) / size).backward()
+    for one, other in zip(module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def fails(*_):
+    raise ArithmeticError("in a hook")
+
+
+@check
+def a_rank_fails_in_one_of_two_wrappers():
+    """The others give both up, though calls that never end are on the device."""
+    last = dist.get_world_size() - 1
+    modules = [network(), network()]
+    models = [DistributedDataParallel(module, bucket_cap_mb=0.01) for module in modules]
+    for step in range(5):
+        for model in models:
+            model.zero_grad()
+        outputs = [model(batch(step)) for model in models]
+        total = sum(output.square().mean() for output in outputs)
+        if step in (1, 3):
+            if dist.get_rank() == last:
+                outputs[step // 2].register_hook(fails)
+            with pytest.raises((ArithmeticError, ppe_ddp.PeerAbortedError)):
+                total.backward()
+        else:
+            total.backward()
+            for module in modules:
+                hold(module, averages(module, step))
+
+
 def dies(at):
     """The last rank is killed in the step `at`; the others are told of it."""
     module = network()

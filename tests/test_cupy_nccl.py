@@ -1,8 +1,11 @@
 """The backend `cupy_nccl` over a stand-in for CuPy's NCCL and for CUDA: results, streams, groups of calls, failures."""
 
 import contextlib
+import queue
 import sys
+import threading
 import types
+from collections import deque
 from datetime import timedelta
 from unittest import mock
 
@@ -18,11 +21,13 @@ from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice, StandInLibrary
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.backends import device_routed_group
 from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.engine import reduction
-from ppe_ddp.errors import CommunicationError, UnusableError
+from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
 from rank_tests import on_three_ranks
 
@@ -198,6 +203,48 @@ def averaged_by_the_transport():
 
 def test_the_engine_lets_nccl_average(two):
     two.run(averaged_by_the_transport)
+
+
+def connected_again():
+    module = torch.nn.Linear(3, 2)
+    model = DistributedDataParallel(module)
+    groups = model._reducer.groups
+    for step in range(2):
+        if step == 1 and dist.get_rank() == 1:
+            module.weight.register_hook(fail)
+        with pytest.raises((ArithmeticError, PeerAbortedError)) if step == 1 else contextlib.nullcontext():
+            model(torch.ones(1, 3)).sum().backward()
+    assert groups.is_closed
+    deque(groups.renewing(), maxlen=0)
+    return [one is not None for one in nccl_stand_in.nccl_group(groups.buckets)._communicators]
+
+
+def fail(_):
+    raise ArithmeticError
+
+
+def test_devices_are_connected_again_where_all_ranks_are(two):
+    """And not in the first call, which would wait for ranks that wait for this one in another group."""
+    assert two.run(connected_again) == [[True]] * 2
+
+
+def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(monkeypatch):
+    monkeypatch.setattr(device_routed_group, "_ABORT_SECONDS", 0.01)
+    others_are_aborted, log = threading.Event(), queue.Queue()
+    stuck = types.SimpleNamespace(abort=lambda: log.put(others_are_aborted.wait(60)), shutdown=mock.Mock())
+    host = mock.Mock()
+    arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
+    makers = {"cuda": lambda: stuck, "cpu": lambda: host}
+    group = DeviceRoutedGroup(0, 1, arguments, "routed", makers=makers, made=[host])
+    for kind in makers:
+        group._group(kind)
+    group.abort()
+    group.shutdown()
+    assert log.empty()
+    assert not stuck.shutdown.called
+    assert host.mock_calls == [mock.call.abort(), mock.call.shutdown()]
+    others_are_aborted.set()
+    assert log.get(timeout=60)
 
 
 def test_it_conforms():

@@ -6,7 +6,9 @@ it has made for other devices, and makes no further ones. So this group holds an
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
 _Own = TypeVar("_Own", bound=PythonGroup)
+_ABORT_SECONDS = 2.0
 
 __all__ = ["DeviceRoutedGroup", "beside_other_backends", "group_over"]
 
@@ -73,6 +76,12 @@ class DeviceRoutedGroup(PythonGroup):
         self._made: dict[str, Any] = {}
         self._made_first = made
         self._kind_of = kind_of
+        self._devices: dict[str, device] = {}
+        self._is_aborted = False
+
+    def devices_used(self) -> dict[str, device]:
+        """By device type, the device of the first tensor; of types whose group connects at its first call."""
+        return {kind: one for kind, one in self._devices.items() if self._made[kind] not in self._made_first}
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """A barrier in the group for the device that ``opts`` names."""
@@ -93,23 +102,40 @@ class DeviceRoutedGroup(PythonGroup):
     def shutdown(self) -> None:
         """Shut the inner groups down; called by ``destroy_process_group`` on every rank."""
         for group in self._made.values():
-            group.shutdown()
+            if not self._is_aborted or self._is_on_host(group):
+                group.shutdown()
 
     def abort(self) -> None:
-        """Abort the inner groups, without communication."""
+        """Abort the inner groups, without communication; those of devices go on with it in a thread if it takes long.
+
+        NCCL frees memory as it aborts, which waits for all calls on the device. Some of these may be in other groups,
+        and never end until these are aborted, too.
+        """
+        self._is_aborted = True
         for group in self._made.values():
-            group.abort()
+            if self._is_on_host(group):
+                group.abort()
+            else:
+                thread = threading.Thread(target=_abort, args=(group,), name="ppe_ddp-abort", daemon=True)
+                thread.start()
+                thread.join(_ABORT_SECONDS)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Free the resources of the inner groups that exist on every rank."""
         for group in self._made_first:
             group.release(exchange)
 
+    def _is_on_host(self, group: Any) -> bool:
+        return group in self._made_first or group is self._made.get("cpu")
+
     def _group_for(self, arguments: tuple[Any, ...], name: str) -> Any:
         tensor = next(tensors_in(arguments), None)
         if tensor is None:
             raise ValueError(f"rank {self.rank()}: {name} of no tensors")
-        return self._group(self._kind_of(tensor))
+        kind = self._kind_of(tensor)
+        group = self._group(kind)
+        self._devices.setdefault(kind, tensor.device)
+        return group
 
     def _group(self, kind: str) -> Any:
         if kind not in self._made:
@@ -118,6 +144,11 @@ class DeviceRoutedGroup(PythonGroup):
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
             self._made[kind] = self._makers[kind]()
         return self._made[kind]
+
+
+def _abort(group: Any) -> None:
+    with suppress(Exception):  # the group's own timeout is over
+        group.abort()
 
 
 _ROUTED = (  # the last five are names of earlier versions of torch

@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_comparison import compares_collectives
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup
 from ppe_ddp.backends.group import PythonGroup
 from ppe_ddp.backends.group_internals import (
     address_key_in_group,
@@ -48,7 +49,8 @@ from ppe_ddp.errors import DisagreementError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    Release = Callable[[Callable[[str, Any], list[Any]]], None]
+    Share = Callable[[str, Any], list[Any]]
+    Release = Callable[[Share], None]
 
 
 class Life(enum.Enum):
@@ -81,7 +83,8 @@ def duplicates(
     name: str,
     *,
     shared_memory: bool,
-    before_each: Callable[[str], object] = bool,
+    share: Share | None = None,
+    devices: Mapping[str, torch.device] | None = None,
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Make two groups of the ranks of ``parent``, one for buckets and one for masks. Collective.
 
@@ -90,11 +93,25 @@ def duplicates(
         backends: Its backends by device type.
         name: New, and the same on every rank.
         shared_memory: Whether to use shared memory if the parent serves CPU tensors by gloo.
-        before_each: Called with the name of each group before it is made, to wait for all ranks: gloo would block.
+        share: Exchanges words with all ranks; called before each group is made, as gloo would block.
+        devices: This rank's devices of :func:`devices_used`, which are connected with those of the other ranks.
     """
+    buckets, control = _made(parent, backends, name, shared_memory=shared_memory, before=_waiting(share))
+    if share is not None and isinstance(buckets, DeviceRoutedGroup):
+        _connect_devices(buckets, devices or {}, share)
+    return buckets, control
+
+
+def _waiting(share: Share | None) -> Callable[[str], object]:
+    return bool if share is None else lambda name: share(f"makes/{name}", "")
+
+
+def _made(
+    parent: ProcessGroup, backends: dict[str, str], name: str, *, shared_memory: bool, before: Callable[[str], object]
+) -> tuple[ProcessGroup, ProcessGroup]:
     if backends.get("cpu") == "gloo" and (shared_memory or compares_collectives()):
         # gloo in C++ does not compare collectives; the backend shm does, and without shared memory it sends by gloo.
-        return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory), before_each)
+        return _over_shm(parent, backends, name, ShmOptions(shared_memory=shared_memory), before)
     options = _options(parent) if "cpu" in device_types(parent) else None
     for_buckets = getattr(options, "for_buckets", lambda: options)
     for_control = getattr(options, "for_control", lambda: options)
@@ -102,22 +119,22 @@ def duplicates(
     is_mixed = len(set(backends.values())) > 1
     config = str(dist.get_backend_config(parent))
     buckets = _new_group(
-        parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets(), before_each
+        parent, _config(backends, config), f"buckets/{name}", None if is_mixed else for_buckets(), before
     )
     # Masks are CPU tensors: a second NCCL communicator would only take GPU memory.
-    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control(), before_each)
+    control = _new_group(parent, backends.get("cpu", "gloo"), f"control/{name}", for_control(), before)
     end_on_threads_of_python([buckets, control])
     return buckets, control
 
 
 def _over_shm(
-    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before_each: Callable[[str], object]
+    parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before: Callable[[str], object]
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Make the duplicates with the backend ``shm`` for CPU tensors."""
     others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
-    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before_each)
-    return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control(), before_each)
+    buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before)
+    return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control(), before)
 
 
 def _exists(kind: str) -> bool:
@@ -138,6 +155,20 @@ def _config(backends: dict[str, str], config: str) -> str:
 def _options(group: ProcessGroup) -> Any:
     """The ``pg_options`` of the backend that serves CPUs, or None."""
     return getattr(backend_for(group, torch.device("cpu")), "pg_options", None)
+
+
+def devices_used(group: ProcessGroup) -> dict[str, torch.device]:
+    """By device type, the device on which this rank has used ``group``; of types that connect at their first call."""
+    return group.devices_used() if isinstance(group, DeviceRoutedGroup) else {}
+
+
+def _connect_devices(group: DeviceRoutedGroup, devices: Mapping[str, torch.device], share: Share) -> None:
+    """Connect ``group`` on the device types that some rank has used before.
+
+    NCCL connects in its first call, which would wait for ranks that wait for this one in another group.
+    """
+    for kind in sorted(set().union(*share("devices", list(devices)))):
+        dist.all_reduce(torch.zeros(1, device=devices.get(kind, torch.device(kind))), group=group)
 
 
 def _new_group(
@@ -213,7 +244,7 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
     return releases
 
 
-def release_all(releases: dict[str, Release], exchange: Callable[[str, Any], list[Any]]) -> None:
+def release_all(releases: dict[str, Release], exchange: Share) -> None:
     """Free the resources of closed groups; empties the table. All ranks call this together, once all have closed them.
 
     A group that some rank did not make (it was interrupted), or has released already, is dropped without that.
@@ -226,11 +257,11 @@ def release_all(releases: dict[str, Release], exchange: Callable[[str, Any], lis
     releases.clear()
 
 
-def _delete(keys: WrittenKeys, _exchange: Callable[[str, Any], list[Any]]) -> None:
+def _delete(keys: WrittenKeys, _exchange: Share) -> None:
     keys.delete_all()
 
 
-def _exchange_in(exchange: Callable[[str, Any], list[Any]], name: str, what: str, word: Any) -> list[Any]:
+def _exchange_in(exchange: Share, name: str, what: str, word: Any) -> list[Any]:
     return exchange(f"{name}/{what}", word)
 
 

@@ -61,6 +61,7 @@ from ppe_ddp.engine.group_duplicates import (
     close,
     destroy,
     devices_on_host,
+    devices_used,
     duplicates,
     is_over_gloo,
     registered_duplicates,
@@ -152,6 +153,7 @@ class Groups:
         self._reason = ""  # why they are unusable
         self._starts = 0
         self._releases: dict[str, Release] = {}  # of closed duplicates
+        self._devices: dict[str, Any] = {}  # of this rank, on which they have been used
         self._note_nodes()
         if self.is_duplicate:
             ended_at_exit(self.pid).add(self)
@@ -389,13 +391,9 @@ class Groups:
             raise UnusableError(self._reason)
         self.processes.note_open()
         with looking(self._look):  # ends the wait if a rank reports that it was interrupted
-            self.buckets, self.control = duplicates(
-                self.parent,
-                backends_of(self.parent),
-                self._made_as,
-                shared_memory=self.shared_memory,
-                before_each=lambda name: self._share(f"makes/{name}", ""),
-            )
+            where = self.parent, backends_of(self.parent), self._made_as
+            made = duplicates(*where, shared_memory=self.shared_memory, share=self._share, devices=self._devices)
+            self.buckets, self.control = made
         self._note_nodes()
         self._starts = 0
         while self._outdated:
@@ -557,6 +555,7 @@ class Groups:
         """Close the duplicates; ranks that wait in them leave with an error at once."""
         self._enter(Life.CLOSED)
         self.processes.note_closed()
+        self._devices |= devices_used(self.buckets)
         ours = [self.buckets, self.control]
         self.buckets = self.control = self.parent
         self._releases |= close(ours)

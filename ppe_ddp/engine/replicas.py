@@ -386,7 +386,7 @@ class DriftCheck:
         self._step = self._next = 0  # the steps of the last summed part and of the next one; 0 for none
         self._generation = groups.generation
         self._sums: list[Tensor] = []
-        self._is_on_device = any(not parameter.is_cpu for parameter in self._parameters)
+        self._host = _prepared(self._parameters)
         self._arrivals: list[torch.Event] = []  # of sums that are sent to the host
         self._sent: list[int] | None = None
         self._equal = 0  # comparisons since the last difference
@@ -401,6 +401,7 @@ class DriftCheck:
         if not all(map(is_, parameters, self._parameters)):
             self._parameters = parameters
             self._known.clear()
+            self._host = _prepared(parameters)
         return True
 
     def field(self, *, takes_part: bool) -> bytes:
@@ -428,8 +429,8 @@ class DriftCheck:
         """Sum up the next part; called while the vote is in flight, when the host is idle, or after the last bucket."""
         if self._next:
             self._sums = self._add_up(self._next // self.every % self._parts)
-            if self._is_on_device:
-                self._arrivals = _sent_to_host(self._sums)
+            if self._host:
+                self._arrivals = _sent_to_host(self._sums, self._host)
             self._step, self._next = self._next, 0
 
     def _add_up(self, part: int) -> list[Tensor]:
@@ -508,12 +509,26 @@ def _is_comparable(parameter: nn.Parameter) -> bool:
     return is_plain and not parameter.is_meta and not parameter.is_quantized
 
 
-def _sent_to_host(scalars: list[Tensor]) -> list[torch.Event]:
-    """Replace the scalars of each device by a copy on the host, which is complete at the device's event."""
+def _prepared(parameters: Sequence[nn.Parameter]) -> dict[torch.device, Tensor]:
+    """By device, pinned memory for the sums of one part.
+
+    To allocate it, and to load the kernels that :meth:`DriftCheck.look` uses, waits for all calls on the device: for
+    ever, if another rank has failed. So it is done here, where nothing is in flight.
+    """
+    host = {}
+    for device in {one.device for one in parameters if not one.is_cpu and not one.is_meta}:
+        for dtype in (torch.int64, *_INTEGERS.values()):
+            torch.stack([torch.zeros(1, dtype=dtype, device=device).sum()])
+        host[device] = torch.empty(len(parameters), dtype=torch.int64, device="cpu", pin_memory=True)
+    return host
+
+
+def _sent_to_host(scalars: list[Tensor], host: Mapping[torch.device, Tensor]) -> list[torch.Event]:
+    """Replace the scalars of each device by a copy in ``host``, which is complete at the device's event."""
     arrivals = []
     for device in {scalar.device for scalar in scalars if not scalar.is_cpu}:
         places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
-        here = torch.stack([scalars[place] for place in places]).to("cpu", non_blocking=True)
+        here = host[device][: len(places)].copy_(torch.stack([scalars[place] for place in places]), non_blocking=True)
         arrivals.append(torch.Event(device))
         arrivals[-1].record(torch.accelerator.current_stream(device))
         for place, number in zip(places, here.unbind(), strict=True):
