@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,25 +136,34 @@ class Inputs:
     """Moves inputs to the device of a module that is on one device; warns once if an input is on another."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.device: torch.device | None = None
         self._has_warned = False
         self.find_device(module)
 
     def find_device(self, module: nn.Module) -> None:
         """Set the device to that of all parameters, or of all buffers without parameters; None if there are several."""
-        devices = {tensor.device for tensor in module.parameters()} or {tensor.device for tensor in module.buffers()}
-        self.device = devices.pop() if len(devices) == 1 else None
+        tensors: list[Tensor] = [*module.parameters()] or [*module.buffers()]
+        devices = {tensor.device for tensor in tensors}
+        self._device = devices.pop() if len(devices) == 1 else None
+        self._module, self._first = module, tensors[0] if self._device is not None else None
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the module; ``module.to()`` changes it."""
+        if self._first is not None and self._first.device != self._device:
+            self.find_device(self._module)
+        return self._device
 
     def to_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs on the module's device; the same objects if they are there already."""
-        if self.device is None:
+        device = self.device
+        if device is None:
             return args, kwargs
-        return mapped(self._to_device, args), mapped(self._to_device, kwargs)
+        return mapped(partial(self._to_device, device), args), mapped(partial(self._to_device, device), kwargs)
 
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self.device:
+    def _to_device(self, device: torch.device, tensor: Tensor) -> Tensor:
+        if tensor.device == device:
             return tensor
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("inputs are moved from %s to %s, where the module is", tensor.device, self.device)
-        return tensor.to(self.device)
+            logger.warning("inputs are moved from %s to %s, where the module is", tensor.device, device)
+        return tensor.to(device)

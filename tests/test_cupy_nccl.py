@@ -228,6 +228,26 @@ def test_devices_are_connected_again_where_all_ranks_are(two):
     assert two.run(connected_again) == [[True]] * 2
 
 
+def told_beside_gloo():
+    failing = []
+
+    def average(gradients, group):
+        if failing and dist.get_rank() == 1:
+            raise ArithmeticError
+        dist.all_reduce(torch.ones(1, dtype=torch.int8), group=group)  # over gloo, as for tensors of another device
+
+    model = DistributedDataParallel(torch.nn.Linear(3, 2), reduce_function=average)
+    model(torch.ones(1, 3)).sum().backward()
+    failing.append(True)
+    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerAbortedError):
+        model(torch.ones(1, 3)).sum().backward()
+
+
+def test_who_waits_in_a_gloo_group_beside_it_is_told_of_a_failure_before_the_timeout():
+    with Ranks(2, backend="cupy_stand_in", prepare=nccl_stand_in.register, group_timeout=600) as ranks:
+        ranks.run(told_beside_gloo, timeout=60)
+
+
 def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(monkeypatch):
     monkeypatch.setattr(device_routed_group, "_ABORT_SECONDS", 0.01)
     others_are_aborted, log = threading.Event(), queue.Queue()

@@ -83,6 +83,10 @@ class DeviceRoutedGroup(PythonGroup):
         """By device type, the device of the first tensor; of types whose group connects at its first call."""
         return {kind: one for kind, one in self._devices.items() if self._made[kind] not in self._made_first}
 
+    def inner_groups(self) -> list[Any]:
+        """Those that were made until now."""
+        return [*self._made.values()]
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """A barrier in the group for the device that ``opts`` names."""
         named = getattr(opts, "device", None)

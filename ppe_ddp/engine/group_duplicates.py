@@ -238,7 +238,9 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
             keys.note(address_key_in_group(group.rank()))
             releases[group.group_name] = functools.partial(_delete, keys)
         del group
-    ending = list(groups)
+    routed = [one for one in groups if isinstance(one, DeviceRoutedGroup)]
+    ending = [*groups, *(inner for one in routed for inner in one.inner_groups() if is_over_gloo(inner))]
+    routed.clear()
     destroy(groups)
     close_given_up(ending)
     return releases
