@@ -442,6 +442,18 @@ def a_rank_fails_in_one_of_two_wrappers():
                 hold(module, averages(module, step))
 
 
+@check
+def a_wrapper_is_moved():
+    model = DistributedDataParallel(seeded(mlp, 8, 64, 64, 4))
+    for place in ("cpu", DEVICE, "cpu"):
+        model.to(place)
+        model.zero_grad()
+        output = model(batch())
+        assert output.device.type == place
+        output.square().mean().backward()
+        assert_same_on_all_ranks(model.module)
+
+
 def dies(at):
     """The last rank is killed in the step `at`; the others are told of it."""
     module = network()
