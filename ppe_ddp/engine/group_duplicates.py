@@ -168,7 +168,7 @@ def _connect_devices(group: DeviceRoutedGroup, devices: Mapping[str, torch.devic
     NCCL connects in its first call, which would wait for ranks that wait for this one in another group.
     """
     for kind in sorted(set().union(*share("devices", list(devices)))):
-        dist.all_reduce(torch.zeros(1, device=devices.get(kind, torch.device(kind))), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=devices.get(kind, torch.device(kind))), group=group)
 
 
 def _new_group(
