@@ -377,17 +377,19 @@ def a_compiled_model_trains():
         hold(module, averages(module, step), rtol=1e-4, atol=1e-5)
 
 
+class OnTwoDevices(nn.Module):
+    def __init__(self, *places):
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 8).to(place) for place in places)
+        self.places = places
+
+    def forward(self, x):
+        return self.second(self.first(x.to(self.places[0])).to(self.places[1])).to(DEVICE)
+
+
 @check
 def parameters_on_the_cpu_and_on_the_device():
-    class OnTwoDevices(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4).to(DEVICE)
-
-        def forward(self, x):
-            return self.second(self.first(x.cpu()).to(DEVICE))
-
-    module = seeded(OnTwoDevices)
+    module = seeded(OnTwoDevices, "cpu", DEVICE)
     model = DistributedDataParallel(module, check_for_nan_in_grad=True)
     for step in range(3):
         model.zero_grad()
@@ -458,15 +460,6 @@ def a_weighed_loss_on_the_device_of_a_checkpointed_wrapper_on_the_cpu():
 
 @check
 def gradients_on_two_devices_are_clipped():
-    class OnTwoDevices(nn.Module):
-        def __init__(self, *places):
-            super().__init__()
-            self.first, self.second = (nn.Linear(8, 8).to(place) for place in places)
-            self.places = places
-
-        def forward(self, x):
-            return self.second(self.first(x.to(self.places[0])).to(self.places[1])).to(DEVICE)
-
     for places in (("cpu", DEVICE), (DEVICE, "cpu")):
         ours, theirs = (seeded(OnTwoDevices, *places) for _ in range(2))
         model = DistributedDataParallel(ours)

@@ -46,6 +46,7 @@ from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.optim.optimizer import DistributedOptimizer
+from ppe_ddp.torch_internals import without_torch_function
 from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
@@ -488,7 +489,8 @@ class ElasticTraining:
 
     def _loaded(self, content: Tensor) -> Any:
         """Load what another rank has saved, onto the device that this rank has in place of that one's."""
-        device = next(self._model.parameters(), content).device
+        with without_torch_function():  # of parameters that may be in flight
+            device = next(self._model.parameters(), content).device
         return torch.load(io.BytesIO(content.numpy().data), functools.partial(_placed, device), weights_only=True)
 
     def _transient_buffers(self) -> dict[str, Tensor]:
