@@ -18,7 +18,6 @@ import struct
 import weakref
 from functools import partial
 from itertools import compress
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -30,9 +29,11 @@ from ppe_ddp.torch_internals import (
     GRADIENT,
     accumulates_below,
     at_end_of_backward,
+    beginning_thread,
     fits,
     graph_task,
     is_captured,
+    mark_thread,
     node_is_executed,
     uncompiled_hook,
     version_of,
@@ -80,7 +81,8 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
         ValueError: The count is negative, infinite, NaN, or too large or small for float32 or for the loss's dtype.
         UnusableError: The loss has a weight already. Or, in the backward: ``.grad`` holds averages already, or
             gradients of losses without a weight; the backward comes to no wrapper, or is that of
-            ``torch.autograd.grad``; gradients that were all zero have been changed in place.
+            ``torch.autograd.grad``; gradients that were all zero have been changed in place, on a CPU (on a GPU, where
+            the host would wait, they count as cleared).
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number, limits = float(count), torch.finfo(loss.dtype)
@@ -93,6 +95,8 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     if loss.grad_fn in _Weigh.alive:
         raise UnusableError(_TWICE)
     Weights.were_used = True
+    if not torch.compiler.is_compiling():
+        mark_thread()
     weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
     return weighed
 
@@ -117,7 +121,8 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         end = partial(_Weigh.has_ended, ctx)
         at_end_of_backward(end)
-        ctx.end, ctx.thread, ctx.task = weakref.ref(end), get_ident(), graph_task()  # gone, too, if the backward raises
+        ctx.end = weakref.ref(end)  # gone, too, if the backward raises
+        ctx.thread, ctx.task = beginning_thread(), graph_task()
         Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.count, None
@@ -223,16 +228,15 @@ class Weights:
         self.is_nothing = not self.total
 
     def _behind(self) -> dict[Any, int]:
-        """The losses of the backward on this thread, each with the number of its execution there."""
+        """The losses of the running backward, each with the number of its execution there."""
         nodes = list(_Weigh.alive)
         behind = [node for node in nodes if self._is_executed(node)]
         task = graph_task()
         if behind and any(node.task == task and node.end() is not None for node in nodes if node not in behind):
             raise UnusableError(_TWICE)  # autograd counts the root of a backward as executed only if nothing is below
-        if not behind:  # in a reentrant checkpoint they are in the backward around it, which on a CPU is of this thread
-            is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
-            running = (node for node in nodes if node.end() is not None)
-            behind = [node for node in running if node.thread == thread or not is_on_cpu]
+        if not behind:  # in a reentrant checkpoint they are in the backward around it, which the same thread has begun
+            thread = beginning_thread()
+            behind = [node for node in nodes if node.end() is not None and node.thread == thread]
         for node in behind:
             node.is_counted = True
         return {node: node.executions + (node.end() is None) for node in behind}
@@ -253,8 +257,12 @@ class Weights:
 
     def _look(self, task: int, but: int | None = None) -> None:
         gradients = self._gradients(but)
-        has_gradients = self._has_nonzero(gradients)
-        self._before = task, has_gradients, None if has_gradients or not self.is_weighed else _versions(gradients)
+        versions = _versions(gradients) if self.is_weighed else None
+        # For gradients that nobody has touched since they were counted, a GPU's host need not wait.
+        arrived = None if but is None else id(self.parameters[but].grad)
+        left = [] if self._is_dropped else [one for one in self._left or () if one[0] != arrived]
+        has_gradients = bool(left and left == versions) or self._has_nonzero(gradients)
+        self._before = task, has_gradients, None if has_gradients else versions
 
     def _gradients(self, but: int | None = None) -> list[Any]:
         parameters = self.parameters if but is None else [p for i, p in enumerate(self.parameters) if i != but]

@@ -4,21 +4,27 @@ Without CUDA they run on CPUs over gloo, to see that the checks themselves are r
 """
 
 import copy
+import functools
+import io
 import os
 import signal
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ppe_ddp
 from one_process import Routes, assert_same_on_all_ranks, data, gradients, mlp, of_all_ranks, seeded
 from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer, megatron
 from ppe_ddp.compression import BF16, FP16, DiLoCo, ErrorFeedback, Int8, PowerSGD, RandomK, Sign, TopK
+from ppe_ddp.elastic.training import _placed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHECKS = {}
@@ -371,17 +377,19 @@ def a_compiled_model_trains():
         hold(module, averages(module, step), rtol=1e-4, atol=1e-5)
 
 
+class OnTwoDevices(nn.Module):
+    def __init__(self, *places):
+        super().__init__()
+        self.first, self.second = (nn.Linear(8, 8).to(place) for place in places)
+        self.places = places
+
+    def forward(self, x):
+        return self.second(self.first(x.to(self.places[0])).to(self.places[1])).to(DEVICE)
+
+
 @check
 def parameters_on_the_cpu_and_on_the_device():
-    class OnTwoDevices(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4).to(DEVICE)
-
-        def forward(self, x):
-            return self.second(self.first(x.cpu()).to(DEVICE))
-
-    module = seeded(OnTwoDevices)
+    module = seeded(OnTwoDevices, "cpu", DEVICE)
     model = DistributedDataParallel(module, check_for_nan_in_grad=True)
     for step in range(3):
         model.zero_grad()
@@ -452,6 +460,214 @@ def a_wrapper_is_moved():
         assert output.device.type == place
         output.square().mean().backward()
         assert_same_on_all_ranks(model.module)
+
+
+def weighed_backwards_beside_others_on_another_thread():
+    """One that waits on its thread, on the CPU, until another wrapper's is over, which has a weight or none."""
+
+    class Blocking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            is_reached.set()
+            assert may_go_on.wait(20)
+            return gradient.clone()
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for weight in (None, 10 + rank):
+        is_reached, may_go_on = threading.Event(), threading.Event()
+        modules = [network(), network()]
+        models = [DistributedDataParallel(module) for module in modules]
+        loss = ppe_ddp.weigh(Blocking.apply(loss_of(models[0]).cpu()).to(DEVICE), 3 + 4 * rank)
+        with ThreadPoolExecutor(1) as threads:
+            pending = threads.submit(loss.backward)
+            assert is_reached.wait(20)
+            try:
+                other = loss_of(models[1])
+                (other if weight is None else ppe_ddp.weigh(other, weight)).backward()
+            finally:
+                may_go_on.set()
+            pending.result(30)
+        for module, counts in zip(
+            modules, ([3 + 4 * k for k in range(size)], [10 + k for k in range(size)]), strict=True
+        ):
+            is_plain = weight is None and module is modules[1]
+            hold(module, weighted(module, loss_of, [1] * size if is_plain else counts), rtol=1e-4, atol=1e-5)
+
+
+def weighted(module, loss, counts):
+    """The gradients of the mean of ``loss(module, 0, rank)`` with these counts, computed by this rank alone."""
+    twin = copy.deepcopy(module)
+    twin.zero_grad()
+    for rank, count in enumerate(counts):
+        (loss(twin, 0, rank) * (count / sum(counts))).backward()
+    return [parameter.grad for parameter in twin.parameters()]
+
+
+@check
+def a_weighed_loss_on_the_device_of_a_checkpointed_wrapper_on_the_cpu():
+    module, rank = seeded(mlp, 8, 8, 4), dist.get_rank()
+    model, counts = DistributedDataParallel(module), [3 + 4 * other for other in range(dist.get_world_size())]
+
+    def loss(module, step, other):
+        x = data(5, 8, rank=other).requires_grad_()
+        return checkpoint(module, x, use_reentrant=True).to(DEVICE).square().mean()
+
+    for _ in range(2):
+        model.zero_grad()
+        ppe_ddp.weigh(loss(model, 0, rank), counts[rank]).backward()
+        hold(module, weighted(module, loss, counts), rtol=1e-4, atol=1e-5)
+
+
+@check
+def gradients_on_two_devices_are_clipped():
+    for places in (("cpu", DEVICE), (DEVICE, "cpu")):
+        ours, theirs = (seeded(OnTwoDevices, *places) for _ in range(2))
+        model = DistributedDataParallel(ours)
+        sharded, whole = (
+            DistributedOptimizer(torch.optim.SGD, model, lr=0.1),
+            torch.optim.SGD(theirs.parameters(), 0.1),
+        )
+        loss_of(model).backward()
+        sharded.clip_grad_norm_(0.1)
+        sharded.step()
+        for parameter, gradient in zip(theirs.parameters(), averages(theirs), strict=True):
+            parameter.grad = gradient
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        whole.step()
+        torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()), rtol=1e-4, atol=1e-5)
+
+
+@check
+def shards_of_fused_and_capturable_optimizers_are_loaded_from_the_cpu():
+    for options in ({"fused": True}, {"capturable": True} if DEVICE == "cuda" else {}, {}):
+        results = []
+        for loads in (False, True):
+            module = network()
+            model = DistributedDataParallel(module)
+            optimizer = DistributedOptimizer(torch.optim.AdamW, model, lr=0.01, **options)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+                if loads and step == 1:
+                    file = io.BytesIO()
+                    torch.save(optimizer.state_dict(), file)
+                    file.seek(0)
+                    optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=False))
+            results.append(list(module.parameters()))
+        assert all(map(torch.equal, *results)), options
+
+
+def without_waiting(step):
+    """Call ``step`` in torch's mode in which what makes the host wait for the device raises."""
+    for _ in range(10):
+        step()
+    if DEVICE == "cuda" and "nccl" in str(dist.get_backend_config()):  # gloo takes tensors to the host
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@check
+def weighed_micro_batches_do_not_wait():
+    model, x = DistributedDataParallel(network()), batch()
+
+    def step():
+        model.zero_grad()
+        with model.no_sync():
+            ppe_ddp.weigh(model(x).square().mean(), 3 + dist.get_rank()).backward()
+        ppe_ddp.weigh(model(x).square().mean(), 2).backward()
+
+    without_waiting(step)
+
+
+@check
+def compressors_do_not_wait():
+    for compressor in (BF16(), Int8()):
+        model, x = DistributedDataParallel(network(), shared_memory=False), batch()
+        model.register_comm_hook(compressor)
+
+        def step(model=model, x=x):
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        without_waiting(step)
+
+
+@check
+def gathered_parameters_are_read_on_two_streams():
+    ours = network()
+    model = DistributedDataParallel(ours)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.5, overlap=True)
+    x = batch(3, 0)
+    for step in range(3):
+        theirs, means = copy.deepcopy(ours), averages(ours, step)
+        with torch.no_grad():
+            torch._foreach_sub_(list(theirs.parameters()), means, alpha=0.5)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        with torch.no_grad():
+            outputs = []
+            if DEVICE == "cuda":
+                stream = torch.cuda.Stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(100_000_000)
+                    outputs.append(ours(x))
+            outputs.append(ours(x))
+            want = theirs(x)
+            if DEVICE == "cuda":
+                torch.testing.assert_close(outputs[-1].clone(), want, rtol=1e-4, atol=1e-5)
+                torch.cuda.synchronize()
+            for output in outputs:
+                torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-5)
+
+
+@check
+def complex_parameters():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 4, dtype=torch.complex64) / 3)
+
+        def forward(self, x):
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    for sharded in (False, True):
+        module = seeded(Complex).to(DEVICE)
+        model, (want,) = DistributedDataParallel(module), averages(module)
+        optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.1) if sharded else None
+        before = module.weight.detach().clone()
+        loss_of(model).backward()
+        if optimizer is None:
+            hold(module, [want])
+        else:
+            optimizer.step()
+            torch.testing.assert_close(module.weight.detach(), before - 0.1 * want, rtol=1e-4, atol=1e-5)
+
+
+@check
+def memory_of_another_device_of_this_kind_is_loaded_onto_this_ranks():
+    """As of a process that joins in ``ppe_ddp.elastic``, where each process sees one GPU."""
+    file = io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda _: "cuda:9")
+        torch.save({"step": torch.ones(2, device=DEVICE)}, file)
+    for device in (torch.ones((), device=DEVICE).device, torch.device("cpu")):
+        file.seek(0)
+        loaded = torch.load(file, functools.partial(_placed, device), weights_only=True)["step"]
+        assert loaded.device == device
+        assert loaded.tolist() == [1.0, 1.0]
 
 
 def dies(at):

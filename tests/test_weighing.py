@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -455,6 +456,17 @@ def test_a_wrapper_inside_a_checkpoint(use_reentrant):
 
 
 @on_two_ranks
+def test_checkpoints_so_deep_that_autograd_takes_another_thread():
+    """As it does for the nodes of a GPU."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = output = DistributedDataParallel(module)
+    for _ in range(62):
+        output = partial(checkpoint, output, use_reentrant=True)
+    weigh(output(data(4, 4).requires_grad_()).pow(2).mean(), 3 + 2 * rank).backward()
+    assert_gradients(wrapper.module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
+
+
+@on_two_ranks
 def test_several_losses_wrappers_and_backwards():
     modules = [seeded(mlp, 4, 5, 2) for _ in range(2)]
     first, second = map(DistributedDataParallel, modules)
@@ -753,7 +765,9 @@ def test_backwards_on_two_threads():
     modules = [seeded(mlp, 4, 5, 2) for _ in counts]
     wants = [expected(module, own) for module, own in zip(modules, counts, strict=True)]
     wrappers = [DistributedDataParallel(module) for module in modules]
-    losses = [weigh(Meeting.apply(loss_of(one, rank)), own[rank]) for one, own in zip(wrappers, counts, strict=True)]
+    losses = [
+        weigh(Meeting.apply(loss_of(one, rank).cpu()), own[rank]) for one, own in zip(wrappers, counts, strict=True)
+    ]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda loss: loss.backward(), losses))
     for module, want in zip(modules, wants, strict=True):
@@ -824,6 +838,8 @@ def test_a_loss_has_one_weight_which_a_backward_takes():
         wrapper.zero_grad()
         torch.autograd.backward(roots())
         assert_gradients(module, expected(seeded(mlp, 4, 5, 2), counts))
+    if parameters[0].is_cuda:
+        return
     wrapper.zero_grad()
     with wrapper.no_sync():
         weigh(0 * loss(), 100).backward()

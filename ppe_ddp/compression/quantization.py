@@ -129,9 +129,11 @@ class BlockCodec(Compressor):
 
 def _cleared(values: Tensor, sizes: Tensor) -> Tensor:
     """Set the elements of each block behind the first ``sizes`` to zero, in place; returns ``values``."""
+    places = torch.arange(values.shape[1], device=values.device)
+    if values.is_cuda:  # whose host would wait for the number of them
+        return values.masked_fill_(places >= sizes[:, None], 0.0)
     cut = (sizes < values.shape[1]).nonzero().view(-1)
     if len(cut):
-        places = torch.arange(values.shape[1], device=values.device)
         values[cut] = values[cut].where(places < sizes[cut, None], 0.0)
     return values
 
@@ -179,7 +181,7 @@ class Blocks:
         numels = torch.tensor([segment.numel for segment in self._gradients.segments], device="cpu")
         full = torch.tensor(self._counts, device="cpu") * self._block
         sizes[ends] -= full - numels
-        return sizes.to(like.device)
+        return sizes.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else sizes.to(like.device)
 
     def _parts(self, values: Tensor) -> list[Tensor]:
         parts = values.split(self._counts)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.serialization import default_restore_location
 
 from ppe_ddp.backends.group_internals import (
     Store,
@@ -45,6 +46,7 @@ from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.optim.optimizer import DistributedOptimizer
+from ppe_ddp.torch_internals import without_torch_function
 from ppe_ddp.waiting import paced
 
 if TYPE_CHECKING:
@@ -471,7 +473,7 @@ class ElasticTraining:
                 self._broadcast(scratch[: piece.numel()] if piece.is_meta else piece, source)
             return received
 
-        state = _each_tensor(torch.load(io.BytesIO(content.numpy().data), weights_only=True), receive)
+        state = _each_tensor(self._loaded(content), receive)
         if joins:
             for name, part in self._parts.items():
                 part.load_state_dict(state["parts"][name])
@@ -484,6 +486,12 @@ class ElasticTraining:
             self._memory.take(state["memory"])
             drawn = {kind: state["random"][kind] for kind in drawn_alike(quorum.words)}
             set_random_states(random_states() | drawn)
+
+    def _loaded(self, content: Tensor) -> Any:
+        """Load what another rank has saved, onto the device that this rank has in place of that one's."""
+        with without_torch_function():  # of parameters that may be in flight
+            device = next(self._model.parameters(), content).device
+        return torch.load(io.BytesIO(content.numpy().data), functools.partial(_placed, device), weights_only=True)
 
     def _transient_buffers(self) -> dict[str, Tensor]:
         """The module's buffers that are not in its state dict, by name."""
@@ -577,6 +585,11 @@ def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if type(state) in (list, tuple):
         return type(state)(_each_tensor(value, change) for value in state)
     return state
+
+
+def _placed(device: torch.device, storage: Any, location: str) -> Any:
+    """Put memory on ``device`` if it was on such a device, which had perhaps another number, and else on the CPU."""
+    return default_restore_location(storage, str(device) if location.split(":")[0] == device.type else "cpu")
 
 
 def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:

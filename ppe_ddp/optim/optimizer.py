@@ -82,7 +82,8 @@ class DistributedOptimizer(Optimizer):
             first use of a parameter in Python waits for it, in a module or anywhere else. Two uses are not noticed, and
             read old values unless :meth:`synchronize` is called before: views that were kept since before the step
             (``p.data``, a ``state_dict``), and parameters passed to a C++ extension or to ``torch.func.grad`` outside
-            of the model's modules.
+            of the model's modules. Values come on the CUDA stream of :meth:`step`; of several streams that read, all
+            but the first wait for that one after the first read, or :meth:`synchronize` is called before.
         **defaults: Keywords for an optimizer class.
 
     Raises:
@@ -497,9 +498,10 @@ def clip_grad_norm_(
                 f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; pass "
                 "error_if_nonfinite=False to clip by it all the same"
             )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         gradients = [gradient for own, _ in parts for gradient in own]
-        if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+        for place in {gradient.device for gradient in gradients}:
+            torch._foreach_mul_([one for one in gradients if one.device == place], factor.to(place))
     return norm
 
 

@@ -163,6 +163,10 @@ class _CheckpointPart:
         self.state: dict[int, dict[str, Any]] = {}  # this rank's state, by the index of the master weight
         self.weights: dict[int, Tensor] = {}  # new values, by the index of the master weight
         self._others: list[tuple[dict[Any, Any], Any, Any, MasterWeight]] = []
+        moving = (
+            options for options in checkpoint["param_groups"] if options.get("fused") or options.get("capturable")
+        )
+        self._moves_steps = {name for options in moving for name in options["params"]}
         for master in masters:
             name = master.shard.name
             expected, saved = _layout(master.shard.parameter), checkpoint["layout"][name]
@@ -180,16 +184,17 @@ class _CheckpointPart:
                 self._take(master, self.weights, master.index, value)
 
     def _take(self, master: MasterWeight, table: dict[Any, Any], key: Any, value: Any) -> None:
-        table[key] = self._own(master, value)
+        table[key] = self._own(master, key, value)
         if not self._even and hasattr(value, "placements"):  # this rank's shard is not its chunk of the value
             self._others.append((table, key, value, master))
 
-    def _own(self, master: MasterWeight, value: Any) -> Any:
+    def _own(self, master: MasterWeight, key: Any, value: Any) -> Any:
         """Copy this rank's part of ``value``; raises if it is another rank's."""
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
-        if not hasattr(value, "placements"):
-            return value.detach().clone()
+        if not hasattr(value, "placements"):  # as torch, which counts steps on CPUs, or where the kernels read them
+            stays = key == "step" and master.shard.name not in self._moves_steps
+            return value.detach().to(value.device if stays else master.weight.device, copy=True)
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
         own: Tensor = value.to_local()  # type: ignore[attr-defined]
         place = value.device_mesh.get_coordinate()[0]  # type: ignore[attr-defined]  # pickled: of the rank that saved

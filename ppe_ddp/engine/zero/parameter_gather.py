@@ -24,6 +24,7 @@ import logging
 import os
 import threading
 import weakref
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
 
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
@@ -130,6 +131,7 @@ class ParameterGather:
         self._unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
         self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the last step
         self._sent_in = self._connections
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
@@ -166,6 +168,8 @@ class ParameterGather:
                 for parameter in members:
                     wait_for(parameter)
             begin = perf_counter_ns()
+            if members[0].is_cuda:
+                self._streams[members[0].device] = torch.cuda.current_stream(members[0].device)
             pending = self._models[key[0]].gather(key[1])
             if pending is None:
                 self._install(key)
@@ -237,10 +241,11 @@ class ParameterGather:
         with without_torch_function():
             device = self._members[key][0].device
         try:
-            model.groups.failures.wait(pending, device)
-            if (log := EventLog.current) is not None:
-                log.add("wait", f"for gather {key[1]}", begin)
-            self._install(key)
+            with self._on_stream(device):
+                model.groups.failures.wait(pending, device)
+                if (log := EventLog.current) is not None:
+                    log.add("wait", f"for gather {key[1]}", begin)
+                self._install(key)
         except RuntimeError as error:
             if self._sent_in[key[0]] != self._connections[key[0]]:  # closed by a failure that this rank knows already
                 logger.debug("gathering parameters was left: %s", error)
@@ -258,6 +263,17 @@ class ParameterGather:
             ) from error
         finally:
             self._forget(key)
+
+    @contextmanager
+    def _on_stream(self, device: torch.device) -> Generator[None, None, None]:
+        """Work on the stream of the step, for which other streams wait; the current one waits for it afterwards."""
+        stream = self._streams.get(device)
+        if stream is None or stream == (current := torch.cuda.current_stream(device)):
+            yield
+            return
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
 
     def fail(self, error: BaseException) -> PpeDdpError | None:
         """End the communication after an error in an optimizer's step, as other ranks wait for this rank's shards.
