@@ -462,6 +462,7 @@ def a_wrapper_is_moved():
         assert_same_on_all_ranks(model.module)
 
 
+@check
 def weighed_backwards_beside_others_on_another_thread():
     """One that waits on its thread, on the CPU, until another wrapper's is over, which has a weight or none."""
 
