@@ -11,7 +11,6 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from operator import is_not
-from threading import get_ident
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
@@ -107,24 +106,6 @@ def is_in_backward() -> bool:
 def graph_task() -> int:
     """The unique number of the graph task on this thread; -1 outside of a backward."""
     return int(torch._C._current_graph_task_id())
-
-
-_THREAD = "ppe_ddp.thread"
-
-
-def mark_thread() -> None:
-    """Let :func:`beginning_thread` know the backwards that this thread will begin."""
-    if not torch._C._is_key_in_tls(_THREAD):
-        torch._C._stash_obj_in_tls(_THREAD, get_ident())
-
-
-def beginning_thread() -> int:
-    """The thread that has begun the outermost backward around the graph task on this thread.
-
-    Autograd executes nodes of a GPU on threads of its own, which serve all backwards, and gives these what is kept for
-    the thread that began a graph task. For a thread that was not marked the result is the current one.
-    """
-    return int(torch._C._get_obj_in_tls(_THREAD)) if torch._C._is_key_in_tls(_THREAD) else get_ident()
 
 
 def current_node() -> Node | None:

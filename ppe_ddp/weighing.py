@@ -18,6 +18,7 @@ import struct
 import weakref
 from functools import partial
 from itertools import compress
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -29,11 +30,9 @@ from ppe_ddp.torch_internals import (
     GRADIENT,
     accumulates_below,
     at_end_of_backward,
-    beginning_thread,
     fits,
     graph_task,
     is_captured,
-    mark_thread,
     node_is_executed,
     uncompiled_hook,
     version_of,
@@ -95,8 +94,6 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
     if loss.grad_fn in _Weigh.alive:
         raise UnusableError(_TWICE)
     Weights.were_used = True
-    if not torch.compiler.is_compiling():
-        mark_thread()
     weighed: Tensor = _Weigh.apply(loss, number)  # type: ignore[no-untyped-call]
     return weighed
 
@@ -121,8 +118,8 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         end = partial(_Weigh.has_ended, ctx)
         at_end_of_backward(end)
-        ctx.end = weakref.ref(end)  # gone, too, if the backward raises
-        ctx.thread, ctx.task = beginning_thread(), graph_task()
+        ctx.end, ctx.thread, ctx.task = weakref.ref(end), get_ident(), graph_task()  # gone, too, if the backward raises
+        ctx.is_on_cpu = gradients[0].is_cpu
         Weights.look_all()  # now, as a shared parameter's gradient may arrive before backward reaches each wrapper
         ctx.executions += 1
         return gradients[0] * ctx.count, None
@@ -228,15 +225,16 @@ class Weights:
         self.is_nothing = not self.total
 
     def _behind(self) -> dict[Any, int]:
-        """The losses of the running backward, each with the number of its execution there."""
+        """The losses of the backward on this thread, each with the number of its execution there."""
         nodes = list(_Weigh.alive)
         behind = [node for node in nodes if self._is_executed(node)]
         task = graph_task()
         if behind and any(node.task == task and node.end() is not None for node in nodes if node not in behind):
             raise UnusableError(_TWICE)  # autograd counts the root of a backward as executed only if nothing is below
-        if not behind:  # in a reentrant checkpoint they are in the backward around it, which the same thread has begun
-            thread = beginning_thread()
-            behind = [node for node in nodes if node.end() is not None and node.thread == thread]
+        if not behind:  # in a reentrant checkpoint they are in the backward around it, which on a CPU is of this thread
+            is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
+            running = (node for node in nodes if node.end() is not None)
+            behind = [node for node in running if node.thread == thread or not (is_on_cpu and node.is_on_cpu)]
         for node in behind:
             node.is_counted = True
         return {node: node.executions + (node.end() is None) for node in behind}

@@ -9,9 +9,7 @@ import io
 import os
 import signal
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -460,43 +458,6 @@ def a_wrapper_is_moved():
         assert output.device.type == place
         output.square().mean().backward()
         assert_same_on_all_ranks(model.module)
-
-
-@check
-def weighed_backwards_beside_others_on_another_thread():
-    """One that waits on its thread, on the CPU, until another wrapper's is over, which has a weight or none."""
-
-    class Blocking(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            is_reached.set()
-            assert may_go_on.wait(20)
-            return gradient.clone()
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for weight in (None, 10 + rank):
-        is_reached, may_go_on = threading.Event(), threading.Event()
-        modules = [network(), network()]
-        models = [DistributedDataParallel(module) for module in modules]
-        loss = ppe_ddp.weigh(Blocking.apply(loss_of(models[0]).cpu()).to(DEVICE), 3 + 4 * rank)
-        with ThreadPoolExecutor(1) as threads:
-            pending = threads.submit(loss.backward)
-            assert is_reached.wait(20)
-            try:
-                other = loss_of(models[1])
-                (other if weight is None else ppe_ddp.weigh(other, weight)).backward()
-            finally:
-                may_go_on.set()
-            pending.result(30)
-        for module, counts in zip(
-            modules, ([3 + 4 * k for k in range(size)], [10 + k for k in range(size)]), strict=True
-        ):
-            is_plain = weight is None and module is modules[1]
-            hold(module, weighted(module, loss_of, [1] * size if is_plain else counts), rtol=1e-4, atol=1e-5)
 
 
 def weighted(module, loss, counts):

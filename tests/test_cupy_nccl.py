@@ -253,11 +253,7 @@ def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(mo
     others_are_aborted, log = threading.Event(), queue.Queue()
     stuck = types.SimpleNamespace(abort=lambda: log.put(others_are_aborted.wait(60)), shutdown=mock.Mock())
     host = mock.Mock()
-    arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
-    makers = {"cuda": lambda: stuck, "cpu": lambda: host}
-    group = DeviceRoutedGroup(0, 1, arguments, "routed", makers=makers, made=[host])
-    for kind in makers:
-        group._group(kind)
+    group = routed(host, stuck)
     group.abort()
     group.shutdown()
     assert log.empty()
@@ -265,6 +261,27 @@ def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(mo
     assert host.mock_calls == [mock.call.abort(), mock.call.shutdown()]
     others_are_aborted.set()
     assert log.get(timeout=60)
+
+
+def routed(host, device):
+    """A group that has been used on a host and on a device."""
+    arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
+    makers = {"cuda": lambda: device, "cpu": lambda: host}
+    kind_of = {torch.float32: "cpu", torch.float64: "cuda"}
+    group = DeviceRoutedGroup(
+        0, 1, arguments, "routed", makers=makers, made=[host], kind_of=lambda tensor: kind_of[tensor.dtype]
+    )
+    for dtype in kind_of:
+        group._group_for((torch.ones(1, dtype=dtype),), "all_reduce")
+    return group
+
+
+def test_an_abort_beside_other_groups_of_the_device_leaves_these_a_moment_to_hear_of_the_failure():
+    groups = [routed(mock.Mock(), mock.Mock()) for _ in range(2)]
+    with mock.patch.object(threading, "Timer") as timer:
+        for group in groups:
+            group.abort()
+    assert [call.args[0] for call in timer.call_args_list] == [device_routed_group._PAUSE_SECONDS, 0.0]
 
 
 def test_it_conforms():

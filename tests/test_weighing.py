@@ -5,7 +5,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -453,17 +452,6 @@ def test_a_wrapper_inside_a_checkpoint(use_reentrant):
         batch = data(4, 4).requires_grad_()
         weigh(checkpoint(wrapper, batch, use_reentrant=use_reentrant).pow(2).mean(), 3 + 2 * rank).backward()
         assert_gradients(module, want)
-
-
-@on_two_ranks
-def test_checkpoints_so_deep_that_autograd_takes_another_thread():
-    """As it does for the nodes of a GPU."""
-    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
-    wrapper = output = DistributedDataParallel(module)
-    for _ in range(62):
-        output = partial(checkpoint, output, use_reentrant=True)
-    weigh(output(data(4, 4).requires_grad_()).pow(2).mean(), 3 + 2 * rank).backward()
-    assert_gradients(wrapper.module, expected(seeded(mlp, 4, 5, 2), [3, 5]))
 
 
 @on_two_ranks

@@ -5,8 +5,6 @@ Each ``try_`` function is a trial of the function, or of the use of torch, that 
 
 import importlib
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import get_ident
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -165,38 +163,6 @@ def try_current_node():
     output.register_hook(lambda _: seen.append(internals.current_node()))
     (output * 3).backward()
     return seen == [None, output.grad_fn]
-
-
-def try_beginning_thread():
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, depth):
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        @torch.enable_grad()
-        def backward(ctx, gradient):
-            seen.append((get_ident(), internals.beginning_thread()))
-            if ctx.depth:
-                nest(ctx.depth - 1)
-            return gradient.clone(), None
-
-    def nest(depth):
-        Nested.apply(torch.ones((), requires_grad=True), depth).backward()
-
-    def begin():
-        seen.clear()
-        internals.mark_thread()
-        nest(62)  # so deep that autograd goes on in threads of its own
-        return get_ident(), [*seen]
-
-    seen = []
-    with ThreadPoolExecutor(1) as threads:
-        results = begin(), threads.submit(begin).result()
-    return all(
-        len({at for at, _ in told}) > 1 and {origin for _, origin in told} == {thread} for thread, told in results
-    )
 
 
 def try_is_in_backward():

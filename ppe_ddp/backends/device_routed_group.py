@@ -7,6 +7,7 @@ it has made for other devices, and makes no further ones. So this group holds an
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _Own = TypeVar("_Own", bound=PythonGroup)
 _ABORT_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0
 
 __all__ = ["DeviceRoutedGroup", "beside_other_backends", "group_over"]
 
@@ -78,6 +80,7 @@ class DeviceRoutedGroup(PythonGroup):
         self._kind_of = kind_of
         self._devices: dict[str, device] = {}
         self._is_aborted = False
+        _GROUPS.add(self)
 
     def devices_used(self) -> dict[str, device]:
         """By device type, the device of the first tensor; of types whose group connects at its first call."""
@@ -110,19 +113,23 @@ class DeviceRoutedGroup(PythonGroup):
                 group.shutdown()
 
     def abort(self) -> None:
-        """Abort the inner groups, without communication; those of devices go on with it in a thread if it takes long.
+        """Abort the inner groups, without communication; those of devices in a thread.
 
-        NCCL frees memory as it aborts, which waits for all calls on the device. Some of these may be in other groups,
-        and never end until these are aborted, too.
+        NCCL frees memory as it aborts, which waits for all calls on the device, and lets other threads wait that use
+        the device. Calls in other groups may never end until these are aborted, too. So if there are others, it begins
+        a moment later, when these may have heard of the failure.
         """
         self._is_aborted = True
+        is_alone = not any(one.devices_used() for one in _GROUPS if one is not self and not one._is_aborted)
         for group in self._made.values():
             if self._is_on_host(group):
                 group.abort()
-            else:
-                thread = threading.Thread(target=_abort, args=(group,), name="ppe_ddp-abort", daemon=True)
-                thread.start()
-                thread.join(_ABORT_SECONDS)
+                continue
+            timer = threading.Timer(0.0 if is_alone else _PAUSE_SECONDS, _abort, (group,))
+            timer.daemon = True
+            timer.start()
+            if is_alone:
+                timer.join(_ABORT_SECONDS)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Free the resources of the inner groups that exist on every rank."""
@@ -148,6 +155,10 @@ class DeviceRoutedGroup(PythonGroup):
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
             self._made[kind] = self._makers[kind]()
         return self._made[kind]
+
+
+_GROUPS: weakref.WeakSet[DeviceRoutedGroup] = weakref.WeakSet()
+"""All of this process."""
 
 
 def _abort(group: Any) -> None:

@@ -44,7 +44,7 @@ import torch
 from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, mark_thread, uncompiled_hook
+from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
 from ppe_ddp.waiting import paced, progress_engine
 
 if TYPE_CHECKING:
@@ -157,7 +157,6 @@ class SharedParameters:
 
     def use(self) -> None:
         """Note that a forward of this wrapper begins."""
-        mark_thread()
         self._is_used = True
 
     def is_for_another(self, parameter: nn.Parameter) -> bool:
