@@ -49,8 +49,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ppe_ddp.backends.json_collectives import dump_plain, load_plain
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

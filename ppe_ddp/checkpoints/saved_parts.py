@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.backends.json_collectives import dump_plain
 from ppe_ddp.compression.outer_steps import OuterSteps
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.optim import DistributedOptimizer
-from ppe_ddp.sharding.checkpoint_reader import dump_plain
 from ppe_ddp.torch_internals import metadata_of as versions_of
 from ppe_ddp.torch_internals import set_metadata
 

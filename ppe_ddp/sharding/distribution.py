@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ppe_ddp.backends.json_collectives import as_text, from_text
 from ppe_ddp.errors import CheckpointError, CommunicationError
-from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
