@@ -9,14 +9,13 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.scaling import scale
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
 
 
 @runtime_checkable

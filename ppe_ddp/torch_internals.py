@@ -7,32 +7,27 @@ has a trial in ``tests/torch_internals_check.py``, which fails under a torch tha
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from operator import is_not
-from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from types import FrameType, MethodType
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-    from types import FrameType
-
-    from torch.autograd.graph import Node
-    from torch.distributed.algorithms.join import Joinable
-    from torch.optim import Optimizer
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Subclass = TypeVar("_Subclass", bound=Tensor)

@@ -6,19 +6,15 @@ over it is made. So a program that does not use a backend does not need its libr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Backend
+from torch.distributed import Backend, ProcessGroup
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
-
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.backends.group_internals import Store
+from ppe_ddp.backends.group_internals import Store
 
 __all__ = ["register"]
 

@@ -5,14 +5,10 @@ The checks look at the arguments of one rank. They do not compare arguments betw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 
 class CollectiveArguments:

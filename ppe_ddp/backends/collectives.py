@@ -9,27 +9,27 @@ these methods.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, check_dtypes, overlap, unpack
-from ppe_ddp.backends.reductions import FOLDED, reduction_of
-from ppe_ddp.backends.work import CallQueue, CallSet, Steps, WireCall, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.collective_arguments import HostMemory
-    from ppe_ddp.backends.reductions import WireReduction
-    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-    from ppe_ddp.backends.wire import MessageInFlight, Wire
-    from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import InFlight
+from ppe_ddp.backends.collective_arguments import (
+    CollectiveArguments,
+    HostMemory,
+    as_bytes,
+    check_dtypes,
+    overlap,
+    unpack,
+)
+from ppe_ddp.backends.reductions import FOLDED, WireReduction, reduction_of
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.backends.wire import MessageInFlight, Wire
+from ppe_ddp.backends.work import CallQueue, CallSet, Steps, Waits, WireCall, Work
+from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
 

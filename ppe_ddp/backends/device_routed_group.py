@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from torch import Tensor, device
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from ppe_ddp.backends.group import PythonGroup
 from ppe_ddp.backends.group_internals import (
@@ -24,10 +25,6 @@ from ppe_ddp.backends.group_internals import (
     start_coalescing,
 )
 from ppe_ddp.nested_tensors import tensors_in
-
-if TYPE_CHECKING:
-    from torch import Tensor, device
-    from torch.distributed import Work
 
 _Own = TypeVar("_Own", bound=PythonGroup)
 

@@ -14,37 +14,31 @@ import atexit
 import functools
 import os
 import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from itertools import repeat, starmap
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import Work as TorchWork
 
+from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.collective_comparison import CollectiveComparison, compares_collectives
 from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.group_internals import is_registered
+from ppe_ddp.backends.mpi import MpiOptions
+from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
-from ppe_ddp.backends.work import Waits, combined
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.backends.work import Waits, Work, combined
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.waiting import progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import timedelta
-
-    from torch import dtype
-    from torch.distributed import Work as TorchWork
-
-    from ppe_ddp.backends.collective_arguments import HostMemory
-    from ppe_ddp.backends.mpi import MpiOptions
-    from ppe_ddp.backends.rank_store import WrittenKeys
-    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-    from ppe_ddp.backends.shm import ShmOptions
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Work
 
 DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
 

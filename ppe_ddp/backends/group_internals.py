@@ -11,9 +11,11 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from types import FrameType
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -21,19 +23,13 @@ from torch import distributed as dist
 # torch documents these as names of torch.distributed, but type checkers find them only here.
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # imported by other files
+from torch._C._distributed_c10d import Store as Store  # imported by other files
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch.distributed import Backend, ProcessGroup
+from torch.distributed import Backend, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppe_ddp.errors import TorchChangedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from torch.distributed import Work
-    from torch.distributed.device_mesh import DeviceMesh
 
 _Kept = TypeVar("_Kept")
 

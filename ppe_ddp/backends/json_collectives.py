@@ -9,17 +9,15 @@ import io
 import json
 import warnings
 from base64 import b64decode, b64encode
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ppe_ddp.backends.group_internals import device_types
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:

@@ -17,25 +17,19 @@ import queue
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed as dist
-from torch.distributed import default_pg_timeout
+from torch.distributed import ProcessGroup, default_pg_timeout
 
-from ppe_ddp.backends.group_internals import PrefixStore, kept_with, store_of, timeout_of
+from ppe_ddp.backends.group_internals import PrefixStore, Store, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import each_process, paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from datetime import timedelta
-
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.backends.group_internals import Store
 
 T = TypeVar("T")
 

@@ -7,15 +7,13 @@ its ring; MPI has no bfloat16. A dtype that a wire does not support is sent in a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _Kind: Any = ReduceOp.RedOpType
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)

@@ -5,15 +5,13 @@ Collectives, process groups, shared memory and two levels are built on it, once 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from ppe_ddp.waiting import InFlight
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
 
 
 class MessageInFlight(InFlight, Protocol):

@@ -10,24 +10,19 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.rank_store import BoundedStore
+from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
+from ppe_ddp.backends.wire import MessageInFlight
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import InFlight, paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from ppe_ddp.backends.rank_store import WrittenKeys
-    from ppe_ddp.backends.wire import MessageInFlight
 
 _LOOK_SECONDS = 0.1  # between looks for ended processes and at the store, each of which is a message ...
 _RARELY_SECONDS = 10.0  # ... and between looks at the store if shared memory tells when to look

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils import collect_env
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, SHARE_DEVICES, torch_nccl, torch_nccl_text
@@ -33,10 +34,6 @@ from ppe_ddp.launchers import detect, find_mpirun
 from ppe_ddp.testing import JobStarter, NodesError, RankError, Ranks
 from ppe_ddp.testing.conformance import examine_backend
 from ppe_ddp.torch_internals import tried_versions
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 # ---------------------------------------------------------------------- env
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
 from ppe_ddp.errors import FunctionError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _PIECE_NBYTES = 1 << 18
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

@@ -9,23 +9,20 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import GradBucket, Waitable, is_completed
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
 
 logger = logging.getLogger("ppe_ddp")
 

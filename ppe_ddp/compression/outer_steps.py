@@ -11,17 +11,15 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 class Synchronizing(Protocol):

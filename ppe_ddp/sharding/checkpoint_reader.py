@@ -6,13 +6,14 @@ Files are mapped into memory: a tensor is read from disk only when its values ar
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ from torch import distributed as dist
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.torch_internals import metadata_of, set_metadata
-
-if TYPE_CHECKING:
-    import os
 
 Device: TypeAlias = "int | str | torch.device"
 DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"

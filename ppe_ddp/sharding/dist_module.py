@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
 from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
-
-if TYPE_CHECKING:
-    import os
-
-    import torch
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.torch_internals import IncompatibleKeys
+from ppe_ddp.torch_internals import IncompatibleKeys
 
 _PATCHED_PACKAGES = ("accelerate", "transformers")
 

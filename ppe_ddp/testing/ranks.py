@@ -26,17 +26,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ppe_ddp.launchers import detect
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 T = TypeVar("T")
 Call = tuple[list[str], bytes]

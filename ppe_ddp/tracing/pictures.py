@@ -13,16 +13,24 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ppe_ddp.tracing.rank_record import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, summarize, without
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ppe_ddp.engine.record import Span
-    from ppe_ddp.tracing.rank_record import Interval, Presence, RankRecord
+from ppe_ddp.engine.record import Span
+from ppe_ddp.tracing.rank_record import (
+    COMPUTES,
+    ENGINE,
+    MESSAGES,
+    PARTS,
+    Interval,
+    Presence,
+    RankRecord,
+    lanes,
+    merged,
+    summarize,
+    without,
+)
 
 
 class _Style(NamedTuple):

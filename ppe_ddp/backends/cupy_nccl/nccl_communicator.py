@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
+from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
 from ppe_ddp.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from ppe_ddp.backends.cuda_device import CudaDevice
 
 _Kind: Any = ReduceOp.RedOpType
 

@@ -11,29 +11,30 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import Tensor, device
+from torch.distributed import Work
+from torch.futures import Future
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, NcclCollectives, PreparedCalls
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import (
+    Communicator,
+    Communicators,
+    Members,
+    NcclCollectives,
+    PreparedCalls,
+)
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
 from ppe_ddp.backends.group import SUM, CollectiveGroup
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import timedelta
-
-    from torch import Tensor, device
-    from torch.distributed import Work
-    from torch.futures import Future
-
-    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
 
 _NAME = "cupy_nccl"
 _NAP_SECONDS = 50e-6

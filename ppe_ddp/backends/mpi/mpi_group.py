@@ -6,13 +6,15 @@ All parts of torch that use a process group work: DistributedDataParallel and it
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from os import getpid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
+from torch.distributed import Work
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
@@ -25,11 +27,6 @@ from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch.distributed import Work
 
 _FEWEST_TAGS = 32767  # every MPI allows tags up to this number
 

@@ -15,7 +15,9 @@ import socket
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
 from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
@@ -24,11 +26,6 @@ from torch.distributed import default_pg_timeout
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import each_process, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import timedelta
-    from types import TracebackType
 
 _NAP_SECONDS = 0.002
 _FORWARD_SECONDS = 0.1  # for the launcher to forward the traceback before it reports the abort

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -26,10 +27,7 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.waiting import progress_engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Buffer = tuple[MPI.buffer, int, MPI.Datatype]
+Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
 _DATATYPES = {
     torch.uint8: MPI.UINT8_T,

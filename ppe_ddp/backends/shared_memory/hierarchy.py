@@ -10,25 +10,20 @@ torch has no such collective. Compressors use it, for which each node is one ran
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import NodeSumStep
-from ppe_ddp.backends.work import Steps, WireCall, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import InFlight, ProgressEngine
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.backends.work import Steps, Waits, WireCall, Work
+from ppe_ddp.waiting import InFlight, ProgressEngine
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM = _Kind.SUM

@@ -10,11 +10,8 @@ the nodes. There are as many slices as the largest node has ranks, so that the l
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
 
 _LINE_BYTES = 64
 

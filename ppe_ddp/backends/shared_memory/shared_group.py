@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import overlap
+from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import (
@@ -26,22 +28,16 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     TOKEN_BYTES,
     Address,
     ControlPage,
+    SharedMemory,
     control_pages,
     node_name,
     shared_memory,
 )
-from ppe_ddp.backends.shared_memory.shared_steps import supports
+from ppe_ddp.backends.shared_memory.shared_steps import Step, supports
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ppe_ddp.backends.mpi import MpiOptions
-    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.shared_steps import Step
-    from ppe_ddp.backends.shm import ShmOptions
-    from ppe_ddp.backends.work import Work
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.work import Work
 
 logger = logging.getLogger("ppe_ddp")
 

@@ -26,17 +26,13 @@ import struct
 import threading
 import weakref
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.waiting import each_process
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 TOKEN_BYTES = 16
 

@@ -11,18 +11,15 @@ only if a rank publishes another place.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
-
-if TYPE_CHECKING:
-    import mmap
-    from array import array
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
 
 _DTYPES = (
     torch.float32,

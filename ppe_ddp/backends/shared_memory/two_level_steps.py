@@ -25,33 +25,30 @@ would otherwise change gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
     ReduceScatterStep,
+    Region,
     RowsStep,
+    Scratch,
     Step,
     columns,
     divide,
     pieces,
     sum_up,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.waiting import InFlight
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
 # The dtypes that are sent: half precision is rounded once, at the end, and transports need not support int16.

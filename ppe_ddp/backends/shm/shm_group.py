@@ -6,12 +6,14 @@ All parts of torch that use a process group work: DistributedDataParallel and it
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, group_over
@@ -22,11 +24,6 @@ from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed import ProcessGroup
 
 _MORE_TIME = timedelta(seconds=60)  # added to gloo's timeout, whose error names no rank and ends its connections
 _SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does not wait for what it receives
