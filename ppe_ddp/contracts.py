@@ -24,7 +24,6 @@ class Waitable(Protocol):
 
     def wait(self) -> Any:
         """Block until the result is in place; raise the operation's error."""
-        ...
 
 
 Probe = Callable[[], object]
@@ -185,7 +184,6 @@ class ReduceFunction(Protocol):
             None if the result is in place. Or a Work or Future whose ``wait()`` returns when it is; then the
             communication overlaps with backward.
         """
-        ...
 
 
 class BroadcastFunction(Protocol):
@@ -197,7 +195,6 @@ class BroadcastFunction(Protocol):
         Returns:
             None when done, or a Work or Future to wait for.
         """
-        ...
 
 
 class CommHook(Protocol):
@@ -205,7 +202,6 @@ class CommHook(Protocol):
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
         """Return a Future of the reduced flat tensor (or a list that holds it alone)."""
-        ...
 
 
 class SyncHook(Protocol):
@@ -217,7 +213,6 @@ class SyncHook(Protocol):
 
     def __call__(self, module: Any, /) -> None:
         """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""
-        ...
 
 
 class MixedPrecision(Protocol):
@@ -226,9 +221,7 @@ class MixedPrecision(Protocol):
     @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype of parameters and inputs, and so of the computation; None to leave them as they are."""
-        ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of gradients while they are averaged; None for ``param_dtype``."""
-        ...

@@ -52,7 +52,6 @@ class Advancing(Protocol):
 
     def advance(self) -> bool:
         """Advance its operations without waiting; True if none is left."""
-        ...
 
 
 class InFlight(Protocol):
@@ -60,11 +59,9 @@ class InFlight(Protocol):
 
     def done(self) -> bool:
         """Whether it has ended; the call also advances it. Raises RuntimeError if it has failed."""
-        ...
 
     def block(self) -> None:
         """Give the core to the threads that advance it, for some milliseconds; returns at once if only calls do."""
-        ...
 
 
 def in_flight(pending: object) -> InFlight | None:

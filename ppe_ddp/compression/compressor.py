@@ -224,7 +224,6 @@ class Compressor(ABC):
         - entries of ``state`` are replaced by new tensors, and never written to. If the step is dropped, because it has
           failed on some rank or an average is not finite, the old entries are put back.
         """
-        ...
 
     def start(self, gradients: FlatGradients, link: Link) -> Exchange:
         """Call :meth:`average`, and raise FunctionError if it is no generator."""
