@@ -53,14 +53,12 @@ def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:
 
 def default_group() -> ProcessGroup:
     """The default group; raises if there is none. ``dist.group.WORLD`` has an optional type."""
-    group: ProcessGroup = c10d._get_default_group()
-    return group
+    return c10d._get_default_group()
 
 
 def store_of(group: ProcessGroup) -> Store:
     """The store that the ranks of a registered group share, under a prefix of its own."""
-    store: Store = c10d._get_process_group_store(group)
-    return store
+    return c10d._get_process_group_store(group)
 
 
 def address_key(rank: int) -> str:
@@ -127,8 +125,7 @@ def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
     backend = node_backend(group, torch.device("cpu"))
     if backend is None:
         return tuple((rank,) for rank in range(dist.get_world_size(group)))
-    nodes: tuple[tuple[int, ...], ...] = backend.nodes
-    return nodes
+    return backend.nodes
 
 
 def node_backend(group: ProcessGroup, device: torch.device) -> Any | None:
