@@ -98,7 +98,6 @@ class GradBucket(list["Tensor"]):
         return self is other
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Refuse to be pickled."""
         raise TypeError("a GradBucket is a view of gradient memory and cannot be pickled; copy its tensors")
 
     def buffer(self) -> Tensor:

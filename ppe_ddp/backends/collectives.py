@@ -176,7 +176,6 @@ class Collectives:
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
 
     def barrier(self) -> Work:
-        """Complete when every rank has called it."""
 
         def steps() -> Steps:
             yield self._wire.barrier()

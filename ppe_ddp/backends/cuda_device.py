@@ -38,7 +38,6 @@ class CudaDevice:
         tensor.record_stream(stream)
 
     def torch_device(self, index: int) -> torch.device:
-        """The torch device with this index."""
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:

@@ -88,12 +88,10 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        """Shut the inner groups down; called by ``destroy_process_group`` on every rank."""
         for group in self._made.values():
             group.shutdown()
 
     def abort(self) -> None:
-        """Abort the inner groups, without communication."""
         for group in self._made.values():
             group.abort()
 

@@ -131,7 +131,6 @@ class CollectiveGroup(PythonGroup):
     def allreduce(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Reduce each tensor over the ranks, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
@@ -147,7 +146,6 @@ class CollectiveGroup(PythonGroup):
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Overwrite each tensor by that of one rank."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         return self._run("broadcast", self._over.broadcast, zip(tensors, repeat(_root_of(opts))), tensors)
 
@@ -164,7 +162,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_gather_coalesced", self._over.all_gather_list, rows, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        """Put the tensors of all ranks one after another into ``output``."""
         return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
@@ -179,7 +176,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("reduce_scatter", self._over.reduce_scatter_list, rows, outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce over the ranks; rank i gets the i-th of equal parts."""
         return self._run("reduce_scatter_single", self._over.reduce_scatter, [(output, tensor, op_of(opts))], [output])
 
     def reduce_scatter_single_coalesced(
@@ -191,7 +187,6 @@ class CollectiveGroup(PythonGroup):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> TorchWork:
-        """Send each rank its rows, and receive its rows from each."""
         rows = [(output, tensor, output_splits, input_splits)]
         return self._run("all_to_all_single", self._over.all_to_all, rows, [output])
 
@@ -282,7 +277,6 @@ class PendingGroup(CollectiveGroup):
         return self._message("send", self._over.send, tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
-        """Start to receive one tensor."""
         return self._message("recv", self._over.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:

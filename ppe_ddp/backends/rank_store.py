@@ -91,7 +91,6 @@ class WrittenKeys:
         self._whole.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> None:
-        """Delete a key of any rank."""
         self._written.pop(self._prefix + key, None)
         self._whole.delete_key(self._prefix + key)
 
@@ -150,7 +149,6 @@ class Reports:
         self._store.do(write)
 
     def look(self) -> list[bytes]:
-        """The texts so far, in order."""
 
         def read(store: WrittenKeys) -> None:
             if not store.check([f"{self._key}/count"]):
@@ -261,7 +259,6 @@ class Meeting:
         return MeetingOutcome(*json.loads(self._store.compare_set(self._outcome, "", json.dumps(outcome))))
 
     def outcome(self) -> MeetingOutcome | None:
-        """The outcome; None if there is none yet."""
         if not self._store.check([self._outcome]):
             return None
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))

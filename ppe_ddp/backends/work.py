@@ -116,11 +116,9 @@ class Waits:
             raise CommunicationError(f"{self.place}: {self.failure}")
 
     def progress(self) -> None:
-        """Advance the operations of all groups, without waiting."""
         self._progress.progress()
 
     def is_given_up(self) -> bool:
-        """Whether a rank has given the group up."""
         if self.failure:
             return True
         now, is_closed = monotonic(), self.is_closed_elsewhere()
@@ -145,7 +143,6 @@ class Waits:
             raise self.error(what, self.failure)
 
     def error(self, what: str, reason: str) -> CommunicationError:
-        """The error to raise if ``what`` has failed."""
         return CommunicationError(f"{self.place}: {what} over {self.transport} failed: {reason}")
 
     def give_up(self, reason: str) -> None:
@@ -439,7 +436,6 @@ class WireCall:
             current.block()
 
     def tell_end(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when it is over."""
         self._at_end = call
         ask = getattr(self._current, "tell_end", None)  # exists if the wire has threads, which notice it earlier
         if ask is not None:
@@ -463,7 +459,6 @@ class CallSet:
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        """Begin a call at once."""
         call.start()
         while self._calls and self._calls[0].is_done:
             self._calls.popleft()

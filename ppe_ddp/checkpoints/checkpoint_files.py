@@ -304,23 +304,19 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an entry that is not a tensor."""
         self.state_dict[read_item.dest_index.fqn] = load_plain(value.getvalue())
 
 
 class _EntryWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryWriter, self).write_data(plan, planner))
 
 
 class _EntryReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read by :func:`metadata_of`."""
         return _tellable(lambda: metadata_of(Path(self.path)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryReader, self).read_data(plan, planner))
 
 

@@ -181,7 +181,6 @@ class Checkpointer:
         self._use(LoadGroup(process_group))
 
     def _use(self, ranks: LoadGroup) -> None:
-        """Save and load with ``ranks``."""
         self._ranks, rank, parts = ranks, ranks.rank, self._given
         for name, what in parts.items():
             _refuse_split(name, what, ranks.size)

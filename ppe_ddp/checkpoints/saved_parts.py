@@ -164,7 +164,6 @@ class RankPart(SavedPart):
         self._entry, self._state, self._load_state = entry, state, load_state
 
     def entries(self) -> dict[str, Any]:
-        """The one entry of this rank."""
         return {self._entry: self._state()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
@@ -173,7 +172,6 @@ class RankPart(SavedPart):
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load the entry of this rank."""
         self._load_state(entries[self._entry])
 
 
@@ -188,11 +186,9 @@ class CommonPart(SavedPart):
         self._entries = [own_name(name, rank) for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """The entries of all ranks that have saved."""
         return {entry: None for entry in self._entries if entry in saved.state_dict_metadata}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load the first entry if all are equal."""
         self.differs = len({dump_plain(entries.get(entry)) for entry in self._entries}) > 1
         if self.differs or self._entries[0] not in entries:
             return

@@ -124,8 +124,6 @@ def _supernet(place: Callable[[int], int]) -> Workload:
 
 
 class _TokenModel(nn.Module):
-    """An embedding, an encoder and a head."""
-
     def __init__(self, vocabulary: int, width: int, depth: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)

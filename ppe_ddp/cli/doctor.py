@@ -62,7 +62,6 @@ class Env:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Print, and return 0."""
         if not is_on_rank_0():
             return 0
         info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()

@@ -56,7 +56,6 @@ class CommState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no parameter has any state."""
         return not any(self._of.values())
 
     def keep(self, names: Iterable[str]) -> None:

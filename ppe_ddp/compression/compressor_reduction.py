@@ -53,7 +53,6 @@ class CompressorReduction(Reduction):
 
     @property
     def title(self) -> str:
-        """The compressor."""
         return f"compressor {self.compressor!r}"
 
     def abandon(self) -> None:
@@ -69,7 +68,6 @@ class CompressorReduction(Reduction):
         self._sparse.append(average.values())
 
     def has_finite_averages(self) -> bool:
-        """Whether all averages are finite."""
         return are_finite([*self._sparse, *(bucket.buffer() for bucket in self._started)])
 
     def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
@@ -218,7 +216,6 @@ class ExchangeQueue:
         return all(entry.is_ready() for entry in self._due())
 
     def abandon(self) -> None:
-        """Abandon all exchanges in flight."""
         for entry in self._running:
             entry.is_done = True
             entry.pending = None

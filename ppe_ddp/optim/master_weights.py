@@ -296,7 +296,6 @@ def _kind(value: Any, weight: Tensor) -> object:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """The state of the flat tensor, made of ``values``, the state of each weight."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first

@@ -257,7 +257,6 @@ class Recording:
             self.clock = replace(self.clock, is_compared=False)
 
     def begin_step(self, optimizer: object, *_: object) -> None:
-        """Note the begin of an optimizer's step."""
         self._find_place()  # while there is a process group
         self._end_steps(optimizer)  # one that has raised, for which torch calls no hook
         self._steps[get_ident()].append((id(optimizer), perf_counter_ns()))

@@ -188,7 +188,6 @@ class PreparedCalls:
         return memory
 
     def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
-        """Add a call, unless ``count`` is 0."""
         if count:
             self.calls.append((name, tensors, (count, *numbers)))
         return self

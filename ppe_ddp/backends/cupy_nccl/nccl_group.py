@@ -315,7 +315,6 @@ class NcclWork(PythonWork):
         return None
 
     def source_rank(self) -> int:
-        """The sender of a received message, as a rank of the group; otherwise -1."""
         return self._source
 
     _source_rank = source_rank
@@ -377,7 +376,6 @@ class Watchdog:
             raise UnusableError(f"{self._place}: a call on a process group that was destroyed")
 
     def check_failed(self) -> None:
-        """Raise CommunicationError if the group has failed."""
         if self._error is not None:
             # A new one each time, as an exception keeps the traceback of each raise.
             raise CommunicationError(str(self._error)) from self._error
@@ -395,7 +393,6 @@ class Watchdog:
             self._thread.start()
 
     def forget(self, operation: NcclOperation) -> None:
-        """Remove an operation that could not be launched."""
         with suppress(ValueError):
             self._operations.remove(operation)
 

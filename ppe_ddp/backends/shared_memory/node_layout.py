@@ -25,7 +25,6 @@ class NodeLayout:
 
     @classmethod
     def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:
-        """The layout of ranks whose nodes have these names."""
         ranks: dict[Hashable, list[int]] = {}
         for other, name in enumerate(names):
             ranks.setdefault(name, []).append(other)
@@ -37,7 +36,6 @@ class NodeLayout:
 
     @property
     def local_rank(self) -> int:
-        """The index of this rank in :attr:`local`."""
         return self.local.index(self.rank)
 
     @property
@@ -50,12 +48,10 @@ class NodeLayout:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether any node has several ranks."""
         return self.slices > 1
 
     @property
     def slices(self) -> int:
-        """The number of slices of a tensor."""
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:

@@ -64,7 +64,6 @@ class Address:
 
     @classmethod
     def unpacked(cls, packed: bytes | bytearray) -> tuple[Address, int]:
-        """Unpack the result of :meth:`packed`."""
         pid, descriptor, nbytes, position, token, node = _ADDRESS.unpack(packed)
         return cls(pid, descriptor, nbytes, token, node), position
 

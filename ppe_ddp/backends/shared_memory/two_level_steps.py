@@ -323,7 +323,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         self.is_over_nodes = False  # whether the caller has replaced the sums by the results
 
     def done(self) -> bool:
-        """Whether the caller has done its part."""
         return self.is_over_nodes
 
     def block(self) -> None:
@@ -415,7 +414,6 @@ def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
 
 
 def _spread(wire: Tensor, views: Sequence[Tensor]) -> None:
-    """Write ``wire`` into each of ``views``."""
     for source, *targets in columns(wire, *views):
         for target in targets:
             target.copy_(source)
