@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
+from ppe_ddp.backends.shared_memory.shared_reservation import joined_ranges
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import GradBucket, Waitable, is_completed
@@ -125,7 +126,9 @@ class CompressorReduction(Reduction):
         for segment in gradients.segments:
             parts[state.owners.of(segment.name)].append(segment)
         seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
-        reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
+        reduction = hierarchy.start(
+            gradients.given, [joined_ranges((one.start, one.stop) for one in part) for part in parts]
+        )
         yield reduction.summed
         exchanges = []
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
@@ -323,17 +326,6 @@ class CrossNodeLink(Link):
     def _exchange(self, received: Tensor, sent: Tensor) -> Any:
         counts = [len(sent) // self.size] * self.size
         return self._link.all_to_all(received, sent, counts, counts)
-
-
-def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """The ranges of the segments; adjacent ones are joined."""
-    ranges: list[tuple[int, int]] = []
-    for segment in segments:
-        if ranges and ranges[-1][1] == segment.start:
-            ranges[-1] = (ranges[-1][0], segment.stop)
-        elif segment.numel:
-            ranges.append((segment.start, segment.stop))
-    return ranges
 
 
 def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:

@@ -26,7 +26,7 @@ import struct
 import threading
 import weakref
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,7 +134,7 @@ class SharedMemory:
         with self._lock:
             while self._given_back:  # filled by finalizers, which may run at any time, also here
                 insort(self._free, self._given_back.pop())
-            self._free = _joined(self._free)
+            self._free = joined_ranges(self._free)
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= nbytes:
                     self._free[index] = (start + nbytes, stop)
@@ -284,8 +284,8 @@ def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent ones of sorted ranges, and drop empty ones."""
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join adjacent ones of sorted ranges, each with its start and stop, and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:
