@@ -27,7 +27,6 @@ _BOOL_KINDS = {
     _Kind.BAND: _Kind.BAND,
     _Kind.BXOR: _Kind.BXOR,
 }
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch cannot divide
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -120,4 +119,4 @@ def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
     if dtype is torch.bool:
         return torch.uint8, _BOOL_KINDS[kind]
-    return (_REAL.get(dtype, dtype), _Kind.SUM) if is_sum else (dtype, kind)
+    return (dtype.to_real(), _Kind.SUM) if is_sum else (dtype, kind)

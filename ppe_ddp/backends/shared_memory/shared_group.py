@@ -277,6 +277,4 @@ def _exchange(link: SharedLink, reason: str) -> list[str]:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which elements are reduced: a complex number counts as two real ones, a bool as a byte."""
-    if dtype is torch.bool:
-        return torch.uint8
-    return dtype.to_real() if dtype.is_complex else dtype
+    return torch.uint8 if dtype is torch.bool else dtype.to_real()
