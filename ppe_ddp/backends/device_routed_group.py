@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, device
+from torch import device
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, Work
 
@@ -51,7 +51,6 @@ class DeviceRoutedGroup(PythonGroup):
             when the first tensor of this type comes, which may be on some ranks only. The first one also serves
             barriers that name no device.
         made: The inner groups that exist from the beginning, on every rank.
-        kind_of: Returns the device type of a tensor.
     """
 
     def __init__(
@@ -63,13 +62,11 @@ class DeviceRoutedGroup(PythonGroup):
         *,
         makers: Mapping[str, Callable[[], Any]],
         made: Sequence[PythonGroup] = (),
-        kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
     ) -> None:
         super().__init__(rank, size, arguments, backend_name, tuple(makers))
         self._makers = dict(makers)
         self._made: dict[str, Any] = {}
         self._made_first = made
-        self._kind_of = kind_of
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """A barrier in the group for the device that ``opts`` names."""
@@ -104,7 +101,7 @@ class DeviceRoutedGroup(PythonGroup):
         tensor = next(tensors_in(arguments), None)
         if tensor is None:
             raise ValueError(f"rank {self.rank()}: {name} of no tensors")
-        return self._group(self._kind_of(tensor))
+        return self._group(tensor.device.type)
 
     def _group(self, kind: str) -> Any:
         if kind not in self._made:
