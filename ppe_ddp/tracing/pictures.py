@@ -70,12 +70,9 @@ _MOST_ROWS, _MOST_STEPS = 60, 100
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
 def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **more: Any) -> None:
