@@ -287,8 +287,6 @@ class ProgressThread:
     which advances faster.
 
     Args:
-        pid: This process.
-        name: The thread's name.
         long_nap: Seconds between looks while other threads advance the operations. Each look takes the interpreter
             from them.
         short_nap: Seconds between looks while no other thread advances them.

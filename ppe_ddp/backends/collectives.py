@@ -43,11 +43,8 @@ class Collectives:
     Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says. If they do
     not, shared memory raises an error, MPI computes wrong numbers or hangs, and gloo ends the process.
 
-    Args:
-        wire: Connects the ranks.
-        memory: Provides memory that the wire can read and write.
-        direct_bytes: The largest size of an all-reduce or all-gather over the wire in which each rank sends to each
-            other one directly.
+    ``direct_bytes`` is the largest size of an all-reduce or all-gather over the wire in which each rank sends to each
+    other one directly.
     """
 
     def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:

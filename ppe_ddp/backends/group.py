@@ -46,14 +46,9 @@ SUM = ReduceOp(ReduceOp.SUM)
 
 
 class PythonGroup(ProcessGroup):
-    """The identity of a group that torch.distributed made by a Python creator.
+    """The identity of a group that torch.distributed made by a Python creator, with these ``arguments`` of torch's.
 
-    Args:
-        rank: This rank in the group.
-        size: The number of its ranks.
-        arguments: torch's ``_DistributedBackendOptions``.
-        backend_name: The name under which the backend is registered.
-        device_types: The device types of tensors that the group takes, such as ``("cpu", "cuda")``.
+    ``device_types`` are those of tensors that the group takes, such as ``("cpu", "cuda")``.
     """
 
     def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:

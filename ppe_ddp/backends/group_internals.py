@@ -351,10 +351,8 @@ def end_wait_for_connections(content: bytes) -> None:
     """End gloo's wait for connections, in another thread of this process, after the group has failed.
 
     If a rank dies after it has written its address and before it has connected, gloo waits for its connection in C++,
-    for five times the group's timeout. So this function connects in its place.
-
-    Args:
-        content: The value that gloo has written to its store on this rank.
+    for five times the group's timeout. So this function connects in its place, by the ``content`` that gloo has written
+    to its store on this rank.
     """
     host, port, numbers = connections_awaited(content) or ("", 0, [])
     for number in numbers:

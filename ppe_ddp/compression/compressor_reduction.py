@@ -126,9 +126,8 @@ class CompressorReduction(Reduction):
         for segment in gradients.segments:
             parts[state.owners.of(segment.name)].append(segment)
         seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
-        reduction = hierarchy.start(
-            gradients.given, [joined_ranges((one.start, one.stop) for one in part) for part in parts]
-        )
+        ranges = [joined_ranges((one.start, one.stop) for one in part) for part in parts]
+        reduction = hierarchy.start(gradients.given, ranges)
         yield reduction.summed
         exchanges = []
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):

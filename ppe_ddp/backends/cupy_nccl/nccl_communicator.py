@@ -218,10 +218,6 @@ class NcclCollectives:
 
     Tensors may be non-contiguous and empty; those of one collective are on one device. This rank's own arguments are
     checked. Sizes and dtypes must be the same on all ranks; NCCL does not check that.
-
-    Raises from any collective:
-        TypeError: NCCL has no such reduction, or the tensors are sparse or of different dtypes.
-        ValueError: The sizes of this rank's own arguments do not fit together.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -254,15 +254,9 @@ class NcclOperation:
 
 
 class NcclWork(PythonWork):
-    """A collective or message under way on the device.
+    """A collective or message under way on device number ``index``; with ``blocks`` its ``wait()`` blocks the host.
 
-    Args:
-        operation: Its calls.
-        device: CUDA's interface.
-        index: The number of the device.
-        result: What ``result()`` returns.
-        blocks: ``wait()`` blocks the host, as for a barrier.
-        source: The sender of a received message, as a rank of the group; otherwise -1.
+    ``source`` is the sender of a received message, as a rank of the group; otherwise -1.
     """
 
     def __init__(
@@ -349,13 +343,7 @@ class Watchdog:
     NCCL has no timeout: it waits on the device, while the host goes on. So a thread looks for asynchronous errors of
     NCCL, and for calls that take longer than the timeout. If there is one, it aborts the group's communicators. The
     device then goes on with wrong numbers, and every later call and ``wait()`` of the group raises. It is not
-    guaranteed that no step is computed with these numbers in between.
-
-    Args:
-        communicators: Those of the group.
-        place: The rank and the group, for errors.
-        timeout: Seconds.
-        calls: The lock that is held while NCCL is called.
+    guaranteed that no step is computed with these numbers in between. The lock ``calls`` is held while NCCL is called.
     """
 
     def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:

@@ -78,9 +78,6 @@ def _check_world(rank: int, size: int) -> None:
 class MpiProcessGroup(PendingGroup):
     """A group over one MPI communicator. It is made by torch.distributed.
 
-    Attributes:
-        pg_options: The options of the group, from which similar groups can be made.
-
     No call waits inside MPI. A collective with ``async_op=True``, or a message, begins in the call. It advances in
     every call and wait of this backend, on any group; on several nodes, or with ``MpiOptions(thread=True)``, also on a
     thread. All ranks of a group call the same collectives in the same order, with the same sizes and dtypes. The order

@@ -52,11 +52,7 @@ _REASON_BYTES = 200
 class SharedMemoryGroup:
     """All-reduces of large tensors, and with ``options.shared_parts`` reduce-scatters and all-gathers.
 
-    All ranks make it together.
-
-    Args:
-        is_enabled: Whether collectives may go through shared memory.
-        two_level_bytes: In a group of several nodes smaller collectives go by messages.
+    All ranks make it together. In a group of several nodes collectives below ``two_level_bytes`` go by messages.
     """
 
     def __init__(

@@ -162,12 +162,7 @@ def shared_memory() -> SharedMemory:
 
 
 class ControlPage:
-    """The control page of one rank for one group. It is made before that rank can leave the group.
-
-    Attributes:
-        space: The reservation of that rank.
-        position: The position of the page in it.
-    """
+    """One rank's control page for one group, in the reservation ``space`` of that rank; made before it can leave."""
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")

@@ -60,12 +60,7 @@ class StepParts:
 
 
 class LaunchedStep:
-    """One run of a step.
-
-    Args:
-        number: The number of the step in the group, from 1.
-        tensors: Tensors that must not be freed before all ranks have done their part.
-    """
+    """One run of a step, the group's ``number``-th; keeps ``tensors`` alive until all ranks have done their part."""
 
     __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
 

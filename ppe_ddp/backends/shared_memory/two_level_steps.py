@@ -180,11 +180,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
 class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
     """A sum of rows over the ranks of several nodes; each rank gets its own row.
 
-    A row is sent by the link of the first slice that its rank owns.
-
-    Args:
-        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
-        rows: (size x columns), each row contiguous.
+    A row is sent by the link of the first slice that its rank owns. Arguments are those of :class:`ReduceScatterStep`.
     """
 
     def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
@@ -239,13 +235,8 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
     """An all-gather over the ranks of several nodes.
 
     A rank publishes the rows of its output, into which the other ranks of its node write. A share is sent by the link
-    of the first slice that its rank owns.
-
-    Args:
-        rows: The output: (size x columns), each row contiguous.
-        share: This rank's tensor, 1-D; it may be this rank's row.
-        layout: The nodes.
-        is_shared: Whether ``rows`` lie in shared memory.
+    of the first slice that its rank owns. Arguments are those of :class:`AllGatherStep`; ``is_shared`` tells of
+    ``rows``, not of ``share``.
     """
 
     name = AllGatherStep.name

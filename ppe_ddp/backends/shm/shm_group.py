@@ -30,16 +30,10 @@ _SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does n
 
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
-    """Make a group; only its ranks must call this, together.
+    """Make a group; only its ranks must call this, together. Errors are those of the backend mpi4py.
 
     If the user wants other backends for some devices (``"cpu:shm,cuda:nccl"``), the group holds an inner group for
     each.
-
-    Raises:
-        CommunicationError: Not all ranks have come within the group's timeout.
-        DisagreementError: The ranks have different options.
-        TypeError: ``options`` are those of another backend.
-        TorchChangedError: torch does not show the backends of the group.
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
@@ -59,9 +53,6 @@ class ShmProcessGroup(PendingGroup):
     reduce-scatters and all-gathers. Other collectives go by gloo. If memory cannot be shared, everything goes by gloo:
     between nodes, in isolated containers, under some limits. The ranks agree on that when the group is made. If ranks
     of one node cannot share memory, each rank warns once of the reason.
-
-    Attributes:
-        pg_options: The options of the group, from which similar groups can be made.
 
     A collective with ``async_op=True`` begins in the call. It advances in every call and wait of this backend, on any
     group, and on a thread while this process makes no such call. All ranks of a group call the same collectives in the
