@@ -378,6 +378,12 @@ Steps = Generator[InFlight, None, None]
 """A generator that begins a call of the wire, yields it, and is resumed when it is done."""
 
 
+def one_call(start: Callable[[], InFlight], home: Callable[[], object] = int) -> Steps:
+    """The steps of a collective that is one call of the wire; ``home`` copies the result to the user's tensors."""
+    yield start()
+    home()
+
+
 class WireCall:
     """A collective over a wire: a sequence of calls, each begun when the one before is done.
 

@@ -22,7 +22,7 @@ from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import NodeSumStep
 from ppe_ddp.backends.wire import Wire
-from ppe_ddp.backends.work import Steps, Waits, WireCall, Work
+from ppe_ddp.backends.work import Waits, WireCall, Work, one_call
 from ppe_ddp.waiting import InFlight, ProgressEngine
 
 _Kind: Any = ReduceOp.RedOpType
@@ -113,11 +113,8 @@ class SliceLink:
         return not self._calls
 
     def _begin(self, what: str, start: Callable[[], InFlight]) -> Work:
-        def steps() -> Steps:
-            yield start()
-
         self._waits.check(what)
-        call = WireCall(f"{what} between nodes", self._waits, steps(), is_queued=True)
+        call = WireCall(f"{what} between nodes", self._waits, one_call(start), is_queued=True)
         with self._progress.lock:
             call.start()
             self._calls.append(call)
