@@ -21,10 +21,10 @@ import functools
 import io
 import logging
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,12 @@ from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.elastic.memberships import Membership, Quorum, Repeated, wait_for
+from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.waiting import paced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ppe_ddp.engine.completion import Steps
 
 logger = logging.getLogger("ppe_ddp")
 
