@@ -149,7 +149,6 @@ class Reports:
         self._store.do(write)
 
     def look(self) -> list[bytes]:
-
         def read(store: WrittenKeys) -> None:
             if not store.check([f"{self._key}/count"]):
                 return

@@ -185,7 +185,7 @@ class ForkStarter(RankStarter):
                 yield process, ours
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Processes that run functions for tests, one for each rank, with a default process group.
 
     The first run starts the processes, each with one thread; later runs use them again. They meet through a file, not a
@@ -236,9 +236,6 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._groups = 0
         self._fresh_group_due = False
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
