@@ -216,6 +216,19 @@ class PendingGroup(CollectiveGroup):
 
     ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store,
     with the keys that this rank has written there.
+
+    A collective with ``async_op=True``, or a message, begins in the call. It advances in every call and wait of the
+    backend, on any group. All ranks of a group call the same collectives in the same order, with the same sizes and
+    dtypes. The order of collectives on different groups is free.
+
+    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
+    (``abort()``, an error of the transport, a timeout). The group cannot be used after that.
+
+    Raises from any collective:
+        CommunicationError: The transport reports an error, a rank did not come in time, or has given the group up.
+        TypeError: The operation is not defined for the dtype, or the tensors are sparse or on another device.
+        ValueError: The sizes of this rank's own arguments do not fit together.
+        UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
     """
 
     _over: Collectives

@@ -52,20 +52,8 @@ class ShmProcessGroup(PendingGroup):
     Ranks of one node run all-reduces (sums, means and maxima) in shared memory; with ``ShmOptions.shared_parts`` also
     reduce-scatters and all-gathers. Other collectives go by gloo. If memory cannot be shared, everything goes by gloo:
     between nodes, in isolated containers, under some limits. The ranks agree on that when the group is made. If ranks
-    of one node cannot share memory, each rank warns once of the reason.
-
-    A collective with ``async_op=True`` begins in the call. It advances in every call and wait of this backend, on any
-    group, and on a thread while this process makes no such call. All ranks of a group call the same collectives in the
-    same order, with the same sizes and dtypes. The order of collectives on different groups is free.
-
-    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of gloo, a timeout). The group cannot be used after that.
-
-    Raises from any collective:
-        CommunicationError: gloo reports an error, a rank did not come in time, or has given the group up.
-        TypeError: The operation is not defined for the dtype, or the tensors are sparse or not on CPU.
-        ValueError: The sizes of this rank's own arguments do not fit together.
-        UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
+    of one node cannot share memory, each rank warns once of the reason. Collectives also advance on a thread while this
+    process makes no call of the backend.
     """
 
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
