@@ -29,6 +29,7 @@ from ppe_ddp.backends.cupy_nccl.nccl_communicator import (
     NcclCollectives,
     PreparedCalls,
 )
+from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
 from ppe_ddp.backends.group import SUM, CollectiveGroup
 from ppe_ddp.backends.work import PythonWork
@@ -42,8 +43,11 @@ _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 
 
-def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
+def make_group(arguments: Any, options: Any) -> DeviceRoutedGroup:
     """Make the group for torch: NCCL for CUDA tensors, gloo for those on the CPU."""
+    if options is not None:
+        raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")
+    library = load_nccl()
     gloo = group_over("gloo", arguments)  # it connects all ranks, and the first call may be one of some ranks
     makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: gloo}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
