@@ -674,11 +674,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._module_state = ModuleState(self.module, self._ignored())
 
 
-def _before_loading(wrapper: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    assert isinstance(wrapper, DistributedDataParallel)
+def _before_loading(wrapper: DistributedDataParallel, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
     wrapper._begin_loading({key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)})
 
 
-def _after_loading(wrapper: nn.Module, _: object) -> None:
-    assert isinstance(wrapper, DistributedDataParallel)
+def _after_loading(wrapper: DistributedDataParallel, _: object) -> None:
     wrapper._end_loading()

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["CudaDevice"]
-
 
 class CudaDevice:
     """CUDA, by way of torch; tests have a stand-in."""

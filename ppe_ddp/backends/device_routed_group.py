@@ -28,8 +28,6 @@ from ppe_ddp.nested_tensors import tensors_in
 
 _Own = TypeVar("_Own", bound=PythonGroup)
 
-__all__ = ["DeviceRoutedGroup", "beside_other_backends", "group_over"]
-
 
 def _routed(name: str) -> Any:
     def call(self: DeviceRoutedGroup, *arguments: Any, **keywords: Any) -> Any:

@@ -26,6 +26,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, is_waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.groups import Groups
@@ -88,9 +89,7 @@ def _reduction(plugs: Plugs, groups: Groups) -> Reduction:
 
 def _groups(*, split: bool) -> Iterator[ProcessGroup]:
     """The group of all ranks; if ``split``, also that of rank 0 alone or of all others."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    yield everyone
+    yield default_group()
     if split and dist.get_world_size() > 2:
         others = list(range(1, dist.get_world_size()))
         yield dist.new_group([0] if dist.get_rank() == 0 else others, use_local_synchronization=True)

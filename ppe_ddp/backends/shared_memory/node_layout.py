@@ -47,11 +47,8 @@ class NodeLayout:
         return sum(map(len, self.nodes))
 
     @property
-    def shares_memory(self) -> bool:
-        return self.slices > 1
-
-    @property
     def slices(self) -> int:
+        """The most ranks of a node."""
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:

@@ -55,6 +55,8 @@ class SharedMemoryGroup:
     All ranks make it together. In a group of several nodes collectives below ``two_level_bytes`` go by messages.
     """
 
+    _memory: SharedMemory  # of this process, where there is a ``queue``
+
     def __init__(
         self, link: SharedLink, options: MpiOptions | ShmOptions, *, is_enabled: bool, two_level_bytes: int
     ) -> None:
@@ -69,7 +71,6 @@ class SharedMemoryGroup:
         self.queue: StepQueue | None = None
         # Runs reductions in which the caller exchanges between nodes; None on one node, or without shared memory.
         self.hierarchy: Hierarchy | None = None
-        self._memory: SharedMemory | None = None
         if link.size > 1 and is_enabled:
             try:
                 self._connect()
@@ -109,7 +110,7 @@ class SharedMemoryGroup:
         self.nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
         nodes = {address.node for address, _ in addresses} - {bytes(TOKEN_BYTES)}
         is_expected = not reasons or len(nodes) == link.size
-        if not layout.shares_memory:
+        if layout.slices == 1:
             reasons.append("every rank is alone on its node")
         if own is None or reasons:
             _log_reasons(link.waits.place, reasons, is_expected=is_expected)
@@ -127,7 +128,6 @@ class SharedMemoryGroup:
             self.hierarchy = Hierarchy(layout, own, queue, link)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
     def close(self) -> None:
@@ -200,7 +200,6 @@ class SharedMemoryGroup:
         return all_gather_steps(rows, share, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        assert self._memory is not None
         return self._memory.position(tensor) >= 0
 
     def _elements(self, is_lasting: bool, *tensors: Tensor) -> list[Tensor]:
@@ -208,7 +207,6 @@ class SharedMemoryGroup:
         flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
         if not is_lasting:
             return flat
-        assert self._memory is not None
         return [self._memory.view_of(tensor) for tensor in flat]
 
     def _admits(self, whole: Tensor, kind: Any) -> bool:
