@@ -87,8 +87,7 @@ class WireReduction:
 def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -> WireReduction:
     """The reduction for a dtype and an operation (``ReduceOp.op``), over a wire that supports the ``known`` dtypes.
 
-    Raises:
-        TypeError: The operation is not defined for this dtype, such as BAND for floating-point numbers.
+    TypeError if the operation is not defined for this dtype, such as BAND for floating-point numbers.
     """
     view, base = _defined(dtype, kind)
     is_offset = False

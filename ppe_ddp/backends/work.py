@@ -65,8 +65,8 @@ class Waits:
         """Wait until ``arrived()``.
 
         Args:
-            arrived: Tells whether the wait is over.
-            what: The call that is waited for, for errors.
+            arrived: Tells whether the wait for the call ``what`` is over.
+            what: For errors.
             absent: Returns the ranks that are waited for, as far as they are known.
             seconds: A shorter timeout, if positive. The group can be used after it, unlike after the group's timeout.
             rest: Gives the core to the threads that advance the call, if there are any.
@@ -176,13 +176,9 @@ def _reason(store: WrittenKeys) -> str:
 
 
 class PythonWork(dist.Work):
-    """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state.
+    """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state."""
 
-    Attributes:
-        outputs: The result of ``result()``.
-    """
-
-    outputs: Any = None
+    outputs: Any = None  # the result of ``result()``
 
     def synchronize(self) -> None:
         self.wait()
@@ -235,13 +231,7 @@ class Work(PythonWork):
         self._at_end: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is complete.
-
-        Args:
-            timeout: The longest wait; None or a time that is not positive stands for the group's timeout.
-
-        Returns:
-            True.
+        """Wait until it is complete, at most for ``timeout`` if that is positive, else for the group's; returns True.
 
         Raises:
             CommunicationError: The transport reports an error, a rank has given the group up, or the time is over.
@@ -255,14 +245,10 @@ class Work(PythonWork):
         return True
 
     def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
-        """Wait until it has ended, with or without an error.
+        """Wait until it has ended, with or without an error, at most for ``seconds`` if these are positive.
 
-        Args:
-            look: Called now and then; may raise to end the wait.
-            seconds: The longest wait, if positive.
-
-        Raises:
-            CommunicationError: As :meth:`wait`, except for an error of the call itself.
+        ``look`` is called now and then, and may raise to end the wait. Errors are those of :meth:`wait`, except for one
+        of the call itself.
         """
         if self._message is not None:
             seconds = seconds or self._waits.timeout

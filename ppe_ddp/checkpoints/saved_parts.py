@@ -43,10 +43,7 @@ _VERSIONS = "_metadata"
 class SavedPart:
     """A part of a training whose state dict has the same keys whenever it is saved or loaded, as a module's.
 
-    Args:
-        name: The name of its entries, before a dot.
-        what: The object.
-        tables: The nested dictionaries in its state dict, each with the number of keys that lead to a value.
+    ``tables`` are the nested dictionaries in its state dict, each with the number of keys that lead to a value.
     """
 
     is_of_rank = False  # saved by each rank, and loaded only by as many ranks

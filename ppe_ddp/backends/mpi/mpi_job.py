@@ -103,8 +103,7 @@ def install_job_hooks(*, together: bool = False) -> None:
     passes an uncaught SystemExit neither to ``sys.excepthook`` nor to ``atexit``, so nothing in the process can tell it
     from a normal exit.
 
-    Args:
-        together: Whether every rank of MPI's world makes this call. Only then can the exit wait for all ranks.
+    The exit can wait for all ranks only if every rank of MPI's world makes this call with ``together``.
     """
     job = _job_hooks()
     if together:
@@ -127,10 +126,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
 
     Rank 0 serves the store on a free port: on the loopback interface if all ranks are on one machine, else on all
     interfaces. It sends its address to the other ranks over MPI. ``url`` is ``mpi://``, with a ``rank`` or
-    ``world_size`` in its query if the user gave them.
-
-    Returns:
-        The store, this process's rank and the number of ranks, both MPI's.
+    ``world_size`` in its query if the user gave them. Returns the store, and MPI's rank and number of ranks.
 
     Raises:
         CommunicationError: The launcher belongs to another MPI library.

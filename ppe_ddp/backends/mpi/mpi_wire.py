@@ -83,11 +83,9 @@ class MpiCall:
 
 
 class MpiMessage:
-    """A message over MPI.
+    """A message over MPI; ``request`` returns its MPI request, or None as long as it cannot be started.
 
-    Args:
-        request: Returns its MPI request, or None as long as it cannot be started.
-        start_in_turn: Starts this message, and others, as far as their order allows.
+    ``start_in_turn`` starts this message, and others, as far as their order allows.
     """
 
     def __init__(

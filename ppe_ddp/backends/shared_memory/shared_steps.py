@@ -84,9 +84,7 @@ class Scratch:
 class Step(ABC):
     """One piece of a collective. It has no state of a run, so several runs may be in flight at once.
 
-    Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        is_shared: Whether ``local`` lies in shared memory.
+    This rank's tensor ``local``, which may lie in shared memory, has the same size and dtype on every rank.
     """
 
     name: int
@@ -184,11 +182,9 @@ class RowsStep(Step):
 
 
 class ReduceScatterStep(RowsStep):
-    """A sum of rows over the ranks; each rank gets its own row.
+    """A sum of ``rows`` (size x columns, each row contiguous) over the ranks; each rank gets its own row.
 
-    Args:
-        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
-        rows: (size x columns), each row contiguous.
+    It is written to ``result``, 1-D, which may be that row of ``rows``.
     """
 
     name = 1
@@ -218,12 +214,9 @@ class ReduceScatterStep(RowsStep):
 
 
 class AllGatherStep(Step):
-    """An all-gather: each rank copies the tensors of all ranks.
+    """An all-gather: each rank copies the tensors of all ranks to ``rows`` (size x columns, each row contiguous).
 
-    Args:
-        rows: The output: (size x columns), each row contiguous.
-        share: This rank's tensor, 1-D; it may be this rank's row.
-        is_shared: Whether ``share`` lies in shared memory.
+    This rank's tensor is ``share``, 1-D, which may be this rank's row, and lie in shared memory.
     """
 
     name = 2
