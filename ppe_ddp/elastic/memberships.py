@@ -470,8 +470,7 @@ class MpiMembership(_ServingMembership):
         self._comm.Probe(rank, tag, status)
         content = bytearray(status.Get_count(self._mpi.BYTE))
         self._comm.Recv(content, rank, tag)
-        word: list[Any] = json.loads(content)
-        return word
+        return list(json.loads(content))
 
     def is_asked(self) -> bool:
         return False

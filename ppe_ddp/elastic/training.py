@@ -16,7 +16,6 @@ they decide together in the meeting.
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import logging
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import (
     Store,
     connections_awaited,
@@ -45,6 +45,7 @@ from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.nested_tensors import mapped
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.waiting import paced
 
@@ -445,7 +446,7 @@ class ElasticTraining:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
             buffers = self._transient_buffers()
             state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
-            torch.save(_each_tensor(state, functools.partial(_take_large, large)), buffer)
+            torch.save(mapped(functools.partial(_take_large, large), state), buffer)
         length = torch.tensor([buffer.tell()], device="cpu")
         self._broadcast(length, source)
         content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -467,7 +468,7 @@ class ElasticTraining:
                 self._broadcast(scratch[: piece.numel()] if piece.is_meta else piece, source)
             return received
 
-        state = _each_tensor(torch.load(io.BytesIO(content.numpy().data), weights_only=True), receive)
+        state = mapped(receive, torch.load(io.BytesIO(content.numpy().data), weights_only=True))
         if joins:
             for name, part in self._parts.items():
                 part.load_state_dict(state["parts"][name])
@@ -561,20 +562,6 @@ def _digests(states: Mapping[str, Any]) -> dict[str, int]:
     return {kind: zlib.crc32(repr(text).encode()) for kind, text in texts.items()}
 
 
-def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy nested dictionaries, lists and tuples, with ``change(tensor)`` in place of each tensor, in order."""
-    if isinstance(state, Tensor):
-        return change(state)
-    if isinstance(state, dict):
-        copied = copy.copy(state)  # keeps attributes, such as a module's _metadata
-        for key, value in state.items():
-            copied[key] = _each_tensor(value, change)
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)(_each_tensor(value, change) for value in state)
-    return state
-
-
 def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
     """Append a large tensor to ``large``, and return a meta tensor in its place; return any other tensor itself."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -586,8 +573,7 @@ def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
 
 def _pieces_of(tensor: Tensor) -> Sequence[Tensor]:
     """The memory of a contiguous tensor as bytes, in the pieces in which it is sent."""
-    pieces: Sequence[Tensor] = tensor.view(-1).view(torch.uint8).split(_PIECE_NBYTES)
-    return pieces
+    return list(as_bytes(tensor).split(_PIECE_NBYTES))
 
 
 def _row(place: int, length: int, seed: int) -> int:
