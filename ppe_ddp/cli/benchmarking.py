@@ -51,9 +51,6 @@ def over_mpi() -> bool:
     return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
 
 
-# ---------------------------------------------------------------------- ranks
-
-
 @dataclass(frozen=True)
 class Platform:
     """A kind of device and a backend; the same on every rank."""
@@ -164,9 +161,6 @@ def on_ranks(
     code = publish(found, size) if dist.get_rank() == 0 else 0
     dist.destroy_process_group()
     return code
-
-
-# ---------------------------------------------------------------------- turns
 
 
 def in_turn(

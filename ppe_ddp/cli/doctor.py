@@ -35,8 +35,6 @@ from ppe_ddp.testing import JobStarter, NodesError, RankError, Ranks
 from ppe_ddp.testing.conformance import examine_backend
 from ppe_ddp.torch_internals import tried_versions
 
-# ---------------------------------------------------------------------- env
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -184,8 +182,6 @@ def _ask(script: str) -> tuple[str, str]:
         return "", (done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"])[-1]
     return done.stdout.strip().splitlines()[-1], ""
 
-
-# ---------------------------------------------------------------------- doctor
 
 _DTYPES = (torch.float32, torch.float64)
 _SECONDS, _RANKS, _TOLD_LINES = 60, 2, 12

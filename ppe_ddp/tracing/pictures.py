@@ -83,9 +83,6 @@ def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **mor
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=_FONT, **style)
 
 
-# ---------------------------------------------------------------------- one step
-
-
 def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
     """Draw a typical step of each panel, one below the other on the same scale, and write it to ``path``."""
     drawings = [_Drawing(title, records) for title, records in panels.items()]
@@ -222,9 +219,6 @@ def _texts(span: Span) -> list[str]:
         "node": [],
     }
     return texts.get(span.kind, [span.kind])
-
-
-# ---------------------------------------------------------------------- gradients
 
 
 def draw_presence(records: Sequence[RankRecord], path: Path) -> None:

@@ -123,9 +123,6 @@ def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> Time
     return summary
 
 
-# ---------------------------------------------------------------------- Chrome's format for traces
-
-
 def write_chrome_trace(records: Sequence[RankRecord], path: Path) -> None:
     """Write a file for https://ui.perfetto.dev and chrome://tracing; the records have one clock."""
     first = min((span.begin for one in records for span in one.spans), default=0)
