@@ -18,7 +18,7 @@ from nccl_contract import ADDRESSES, check_library
 from nccl_stand_in import LIBRARY, StandInDevice, StandInLibrary
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel
-from ppe_ddp.backends.cupy_nccl import nccl_library
+from ppe_ddp.backends.cupy_nccl import nccl_group, nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
 from ppe_ddp.engine import reduction
@@ -146,7 +146,7 @@ def beside_gloo():
 @pytest.mark.parametrize("backend", ["cupy_nccl", "cpu:gloo,cuda:shm"])
 @on_three_ranks
 def test_the_first_call_over_gloo_may_be_one_of_some_ranks(backend):
-    with mock.patch.object(nccl_library, "load_nccl"):  # which tensors on the CPU do not need
+    with mock.patch.object(nccl_group, "load_nccl"):  # which tensors on the CPU do not need
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=5))
     number = torch.full((1,), float(dist.get_rank()))
     if dist.get_rank() == 0:
