@@ -216,7 +216,6 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
         return value
     # The import takes a third of a second.
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Cut
 

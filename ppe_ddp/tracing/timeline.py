@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppe_ddp.engine.record import Span
+from ppe_ddp.tracing.pictures import draw_presence, draw_steps
 from ppe_ddp.tracing.rank_record import (
     COMPUTES,
     ENGINE,
@@ -116,8 +117,6 @@ def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> Time
     write_chrome_trace(records, folder / "timeline.json")
     (folder / "summary.txt").write_text(f"{summary}\n")
     if pictures:
-        from ppe_ddp.tracing.pictures import draw_presence, draw_steps
-
         draw_steps({"": records}, folder / "timeline.png")
         draw_presence(records, folder / "gradients.png")
     return summary
