@@ -16,6 +16,7 @@ import os
 import queue
 import sys
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -417,10 +418,7 @@ def _stores_of_exchanges() -> deque[WrittenKeys]:
 
 def first_unused(is_used: Callable[[int], bool]) -> int:
     """The first turn that no earlier group of this name has used; turns are used in order, so it is a binary search."""
-    used, unused = 0, 1
+    unused = 1
     while is_used(unused):
-        used, unused = unused, 2 * unused
-    while unused - used > 1:
-        middle = (used + unused) // 2
-        used, unused = (middle, unused) if is_used(middle) else (used, middle)
-    return unused
+        unused *= 2
+    return bisect_left(range(unused), True, unused // 2 + 1, key=lambda turn: not is_used(turn))
