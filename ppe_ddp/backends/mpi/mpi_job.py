@@ -46,7 +46,7 @@ class _JobHooks:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._exit_comm: MPI.Intracomm | None = None
+        self.exit_comm: MPI.Intracomm | None = None  # of the barrier at the exit
         self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
@@ -54,10 +54,6 @@ class _JobHooks:
         # ``python -m mpi4py`` calls this with the code of a SystemExit
         MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
         atexit.register(self._wait_at_exit)
-
-    def prepare_exit_barrier(self) -> None:
-        if self._exit_comm is None:
-            self._exit_comm = MPI.COMM_WORLD.Dup()
 
     def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """Print an uncaught exception, then end all ranks, which would wait for this one."""
@@ -79,7 +75,7 @@ class _JobHooks:
 
     def _wait_at_exit(self) -> None:
         """Wait at a normal exit for ranks that still work, without using a core as MPI_Finalize does."""
-        if self._exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
+        if self.exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         if self._code:
             world = MPI.COMM_WORLD
@@ -88,7 +84,7 @@ class _JobHooks:
                 file=sys.stderr,
             )
             _abort(self._code)
-        request = self._exit_comm.Ibarrier()
+        request = self.exit_comm.Ibarrier()
         progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # other ranks may need this one's part
 
 
@@ -106,8 +102,8 @@ def install_job_hooks(*, together: bool = False) -> None:
     The exit can wait for all ranks only if every rank of MPI's world makes this call with ``together``.
     """
     job = _job_hooks()
-    if together:
-        job.prepare_exit_barrier()
+    if together and job.exit_comm is None:
+        job.exit_comm = MPI.COMM_WORLD.Dup()
 
 
 _job_hooks = each_process(_JobHooks)
