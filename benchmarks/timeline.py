@@ -95,12 +95,9 @@ def record_steps(contestant: str, model: str, steps: int) -> RankRecord:
 
 
 class TorchSpans:
-    """Records what torch's wrapper does, by a hook around its all-reduce.
+    """Records what torch's wrapper, which was not used before and has no hook, does, by a hook around its all-reduce.
 
     Callbacks before and after the wrapper's own, which waits, note the end of autograd's part and of the backward.
-
-    Args:
-        wrapper: A wrapper that was not used before, and has no hook.
     """
 
     def __init__(self, wrapper: TorchDDP) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.contracts import CommHook, SyncHook
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.options import check_call
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from ppe_ddp.contracts import CommHook, SyncHook
 
 NOT_GIVEN: Any = object()
 """Stands for a state that was left out, as None may be a hook's state."""

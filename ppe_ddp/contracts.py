@@ -9,14 +9,13 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.scaling import scale
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
 
 
 @runtime_checkable
@@ -25,7 +24,6 @@ class Waitable(Protocol):
 
     def wait(self) -> Any:
         """Block until the result is in place; raise the operation's error."""
-        ...
 
 
 Probe = Callable[[], object]
@@ -100,7 +98,6 @@ class GradBucket(list["Tensor"]):
         return self is other
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Refuse to be pickled."""
         raise TypeError("a GradBucket is a view of gradient memory and cannot be pickled; copy its tensors")
 
     def buffer(self) -> Tensor:
@@ -186,7 +183,6 @@ class ReduceFunction(Protocol):
             None if the result is in place. Or a Work or Future whose ``wait()`` returns when it is; then the
             communication overlaps with backward.
         """
-        ...
 
 
 class BroadcastFunction(Protocol):
@@ -198,7 +194,6 @@ class BroadcastFunction(Protocol):
         Returns:
             None when done, or a Work or Future to wait for.
         """
-        ...
 
 
 class CommHook(Protocol):
@@ -206,7 +201,6 @@ class CommHook(Protocol):
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
         """Return a Future of the reduced flat tensor (or a list that holds it alone)."""
-        ...
 
 
 class SyncHook(Protocol):
@@ -218,7 +212,6 @@ class SyncHook(Protocol):
 
     def __call__(self, module: Any, /) -> None:
         """Called before synchronization; sees every local ``.grad`` and may change, set or remove it."""
-        ...
 
 
 class MixedPrecision(Protocol):
@@ -227,9 +220,7 @@ class MixedPrecision(Protocol):
     @property
     def param_dtype(self) -> torch.dtype | None:
         """The dtype of parameters and inputs, and so of the computation; None to leave them as they are."""
-        ...
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of gradients while they are averaged; None for ``param_dtype``."""
-        ...

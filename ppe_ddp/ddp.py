@@ -9,15 +9,21 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import Unpack
 
 from ppe_ddp.comm_hooks import NOT_GIVEN, Hooks
+from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
+from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState, check_gradient_dtypes, check_meshes
@@ -27,6 +33,7 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction
 from ppe_ddp.engine.replicas import broadcast_all, check_in_sync, owner_of
 from ppe_ddp.engine.synchronizer import BucketSynchronizer, Policy
+from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.functions import average, broadcast, own_function
 from ppe_ddp.joining import DdpJoinHook, leave_join
@@ -35,18 +42,8 @@ from ppe_ddp.mixed_precision import Precision
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
+from ppe_ddp.stragglers import RankTime
 from ppe_ddp.torch_internals import call_uncompiled, is_in_join, outside_inference, uncompiled
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.hooks import RemovableHandle
-    from typing_extensions import Unpack
-
-    from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
-    from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.stragglers import RankTime
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -677,11 +674,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._module_state = ModuleState(self.module, self._ignored())
 
 
-def _before_loading(wrapper: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    assert isinstance(wrapper, DistributedDataParallel)
+def _before_loading(wrapper: DistributedDataParallel, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
     wrapper._begin_loading({key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)})
 
 
-def _after_loading(wrapper: nn.Module, _: object) -> None:
-    assert isinstance(wrapper, DistributedDataParallel)
+def _after_loading(wrapper: DistributedDataParallel, _: object) -> None:
     wrapper._end_loading()

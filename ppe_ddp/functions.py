@@ -8,18 +8,16 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import AllPending, GradBucket, ReduceFunction, Waitable
 from ppe_ddp.errors import clear_frames
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 F = TypeVar("F", bound="ReduceFunction")
 

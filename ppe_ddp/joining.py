@@ -6,23 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from ppe_ddp.engine.module import local_tensor
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState, local_tensor
+from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.engine.synchronizer import BucketSynchronizer
 from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.reducer import Reducer
-    from ppe_ddp.engine.synchronizer import BucketSynchronizer
 
 
 def _announce(groups: Groups) -> None:

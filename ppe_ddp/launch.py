@@ -24,21 +24,17 @@ import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Never
 
 from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError, did_you_mean
 from ppe_ddp.launchers import Rendezvous, detect
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Never
-
 
 logger = logging.getLogger("ppe_ddp")
 

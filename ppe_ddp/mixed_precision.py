@@ -11,20 +11,17 @@ after an error or a forward without a backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
+from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
 from ppe_ddp.functions import declares, name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
 
 
 class Precision:

@@ -9,21 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from ppe_ddp.contracts import MixedPrecision
 from ppe_ddp.errors import did_you_mean
 from ppe_ddp.functions import declares, name_of
 from ppe_ddp.torch_internals import fits
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ppe_ddp.contracts import MixedPrecision
 
 logger = logging.getLogger("ppe_ddp")
 

@@ -6,12 +6,8 @@ factor on to :func:`scale`; a factor of 1 costs nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 
 def scale(target: Tensor, source: Tensor, factor: float) -> None:

@@ -7,32 +7,27 @@ has a trial in ``tests/torch_internals_check.py``, which fails under a torch tha
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from operator import is_not
-from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from types import FrameType, MethodType
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd import Variable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import Node
+from torch.distributed.algorithms.join import Joinable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-if TYPE_CHECKING:
-    from collections import OrderedDict
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-    from types import FrameType
-
-    from torch.autograd.graph import Node
-    from torch.distributed.algorithms.join import Joinable
-    from torch.optim import Optimizer
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Subclass = TypeVar("_Subclass", bound=Tensor)
@@ -64,8 +59,7 @@ def node_is_executed() -> Callable[[Node], bool]:
     There is no public way to learn beforehand which parameters a backward will reach. torch's function itself is
     returned, since it is called for every parameter in every backward.
     """
-    executed: Callable[[Node], bool] = torch._C._will_engine_execute_node
-    return executed
+    return torch._C._will_engine_execute_node
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -81,8 +75,7 @@ def post_accumulate_hooks(parameter: Tensor) -> dict[int, Any] | None:
 
     This is autograd's own dictionary, so changes take effect. None if there never was a hook.
     """
-    hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
-    return hooks
+    return parameter._post_accumulate_grad_hooks
 
 
 def register_first_hook(tensor: Tensor, hook: Callable[[Tensor], object]) -> None:
@@ -110,8 +103,7 @@ def graph_task() -> int:
 
 def current_node() -> Node | None:
     """The node that this thread is executing, or whose hooks it is calling; None outside of a backward."""
-    node: Node | None = torch._C._current_autograd_node()
-    return node
+    return torch._C._current_autograd_node()
 
 
 def is_captured(leaf: Tensor) -> bool:
@@ -157,8 +149,7 @@ def storage_users(tensor: Tensor) -> int:
 
 def tensor_users(tensor: Tensor) -> int:
     """The number of references to this tensor in C++: one for all of Python, one for a ``.grad``, and others."""
-    users: int = tensor._use_count()  # type: ignore[attr-defined]
-    return users
+    return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def is_future(value: object) -> TypeGuard[torch.futures.Future[Any]]:
@@ -226,8 +217,7 @@ def split_strided(tensor: Tensor, dim: int, split_factor: int, parts: int) -> Se
     from torch.distributed.tensor.placement_types import _StridedShard  # imports DTensor, which takes 0.3 s
 
     placement = _StridedShard(dim, split_factor=split_factor)
-    split: Sequence[Tensor] = placement._split_tensor(tensor, parts, with_padding=False, contiguous=False)[0]
-    return split
+    return placement._split_tensor(tensor, parts, with_padding=False, contiguous=False)[0]
 
 
 # ---------------------------------------------------------------------- modules and optimizers
@@ -235,8 +225,7 @@ def split_strided(tensor: Tensor, dim: int, split_factor: int, parts: int) -> Se
 
 def parameter_table(module: nn.Module) -> dict[str, Any]:
     """The parameters of ``module`` without its submodules: its own dictionary, into which any tensor may be put."""
-    table: dict[str, Any] = module._parameters
-    return table
+    return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
@@ -252,8 +241,7 @@ def saved_buffers(module: nn.Module) -> list[str]:
 
 def child_table(module: nn.Module) -> dict[str, Any]:
     """The direct submodules of ``module``: its own dictionary."""
-    table: dict[str, Any] = module._modules
-    return table
+    return module._modules
 
 
 def only_writes_buffers(module: nn.Module) -> bool:
@@ -289,8 +277,7 @@ def loading_metadata() -> dict[str, Any] | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "load" and frame.f_globals is vars(torch.nn.modules.module):
-            metadata: dict[str, Any] | None = frame.f_locals["metadata"]
-            return metadata
+            return frame.f_locals["metadata"]
         frame = frame.f_back
     return None
 
@@ -320,8 +307,7 @@ def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
 
 def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:
     """The optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` has attached to a parameter."""
-    optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-    return optimizers
+    return getattr(parameter, "_in_backward_optimizers", ())
 
 
 def step_hooks(optimizer: Optimizer) -> int:
@@ -456,5 +442,4 @@ def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
 
 def without_torch_function() -> AbstractContextManager[Any]:
     """A context in which subclasses of Tensor are handled as plain tensors."""
-    disabled: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
-    return disabled
+    return torch._C.DisableTorchFunctionSubclass()

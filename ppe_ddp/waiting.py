@@ -18,18 +18,16 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed import Work
 
 from ppe_ddp.torch_internals import is_future
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _T = TypeVar("_T")
 
@@ -54,7 +52,6 @@ class Advancing(Protocol):
 
     def advance(self) -> bool:
         """Advance its operations without waiting; True if none is left."""
-        ...
 
 
 class InFlight(Protocol):
@@ -62,11 +59,9 @@ class InFlight(Protocol):
 
     def done(self) -> bool:
         """Whether it has ended; the call also advances it. Raises RuntimeError if it has failed."""
-        ...
 
     def block(self) -> None:
         """Give the core to the threads that advance it, for some milliseconds; returns at once if only calls do."""
-        ...
 
 
 def in_flight(pending: object) -> InFlight | None:
@@ -292,8 +287,6 @@ class ProgressThread:
     which advances faster.
 
     Args:
-        pid: This process.
-        name: The thread's name.
         long_nap: Seconds between looks while other threads advance the operations. Each look takes the interpreter
             from them.
         short_nap: Seconds between looks while no other thread advances them.

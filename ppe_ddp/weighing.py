@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import compress
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from ppe_ddp.errors import DisagreementError, UnusableError
@@ -37,11 +39,6 @@ from ppe_ddp.torch_internals import (
     uncompiled_hook,
     version_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from torch import Tensor
 
 _NOTHING, _UNWEIGHTED = 0, 2**32 - 1
 """The words of a rank without gradients, and of a rank whose gradients have no weight. A weight is 1 + the bits of its

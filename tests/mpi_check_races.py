@@ -15,7 +15,7 @@ from ppe_ddp.backends.shared_memory import shared_reservation
 def shared_memory_of_two_threads():
     """A reduce function's thread and the main thread allocate at the same time: they get different memory."""
 
-    memory, join_ranges = shared_reservation.SharedMemory(), shared_reservation._joined
+    memory, join_ranges = shared_reservation.SharedMemory(), shared_reservation.joined_ranges
     of_the_thread = []
     thread = threading.Thread(target=lambda: of_the_thread.append(memory.allocate(5, torch.float32)))
 
@@ -27,7 +27,7 @@ def shared_memory_of_two_threads():
         return joined
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_reservation, "_joined", interrupted)
+        patch.setattr(shared_reservation, "joined_ranges", interrupted)
         mine = memory.allocate(5, torch.float32)
         thread.join()
     assert memory.position(mine) != memory.position(of_the_thread[0])

@@ -20,6 +20,7 @@ from torch.distributed import Backend, FileStore, ProcessGroupGloo
 
 from ppe_ddp.backends.cupy_nccl.nccl_group import NcclGroup
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
+from ppe_ddp.nested_tensors import tensors_in
 
 DTYPES = {
     0: torch.int8,
@@ -320,20 +321,19 @@ class StandInDevice:
 LIBRARY = StandInLibrary()
 
 
+class _RoutedByDtype(DeviceRoutedGroup):
+    def _group_for(self, arguments, name):
+        is_int8 = any(tensor.dtype is torch.int8 for tensor in tensors_in(arguments))
+        return self._group("beside") if is_int8 else super()._group_for(arguments, name)
+
+
 def _make(arguments, options):
     # CPU tensors are in the place of CUDA's, and those of int8 in the place of the CPU's, which go to gloo.
     makers = {
         "cpu": lambda: NcclGroup(arguments, LIBRARY, StandInDevice()),
         "beside": lambda: group_over("gloo", arguments),
     }
-    group = DeviceRoutedGroup(
-        arguments.group_rank,
-        arguments.group_size,
-        arguments,
-        "cupy_stand_in",
-        makers=makers,
-        kind_of=lambda tensor: "beside" if tensor.dtype is torch.int8 else "cpu",
-    )
+    group = _RoutedByDtype(arguments.group_rank, arguments.group_size, arguments, "cupy_stand_in", makers=makers)
     group._types = ("cpu",)
     return group
 

@@ -22,7 +22,7 @@ from nccl_stand_in import LIBRARY, StandInDevice, StandInLibrary
 from one_process import assert_gradients, data, mean_gradients
 from ppe_ddp import DistributedDataParallel
 from ppe_ddp.backends import device_routed_group
-from ppe_ddp.backends.cupy_nccl import nccl_library
+from ppe_ddp.backends.cupy_nccl import nccl_group, nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup
@@ -151,7 +151,7 @@ def beside_gloo():
 @pytest.mark.parametrize("backend", ["cupy_nccl", "cpu:gloo,cuda:shm"])
 @on_three_ranks
 def test_the_first_call_over_gloo_may_be_one_of_some_ranks(backend):
-    with mock.patch.object(nccl_library, "load_nccl"):  # which tensors on the CPU do not need
+    with mock.patch.object(nccl_group, "load_nccl"):  # which tensors on the CPU do not need
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=5))
     number = torch.full((1,), float(dist.get_rank()))
     if dist.get_rank() == 0:
@@ -266,13 +266,10 @@ def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(mo
 def routed(host, device):
     """A group that has been used on a host and on a device."""
     arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
-    makers = {"cuda": lambda: device, "cpu": lambda: host}
-    kind_of = {torch.float32: "cpu", torch.float64: "cuda"}
-    group = DeviceRoutedGroup(
-        0, 1, arguments, "routed", makers=makers, made=[host], kind_of=lambda tensor: kind_of[tensor.dtype]
-    )
-    for dtype in kind_of:
-        group._group_for((torch.ones(1, dtype=dtype),), "all_reduce")
+    makers = {"meta": lambda: device, "cpu": lambda: host}
+    group = DeviceRoutedGroup(0, 1, arguments, "routed", makers=makers, made=[host])
+    for kind in makers:
+        group._group_for((torch.ones(1, device=kind),), "all_reduce")
     return group
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import sharding_checks
+from ppe_ddp.backends.json_collectives import dump_plain, load_plain
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding import (
     Checkpoint,
@@ -27,7 +28,6 @@ from ppe_ddp.sharding import (
     patch_accelerate,
     shard_broadcasted_state_dict,
 )
-from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
     RoutedTensor,

@@ -53,7 +53,7 @@ def test_unlike_nodes_share_the_work():
     assert layout.nodes == ((0, 1), (2,))
     assert [layout.owners(index) for index in range(2)] == [(0, 2), (1, 2)]
     assert NodeLayout.of("aab", 2).own_slices == range(2)
-    assert not NodeLayout.of("abc", 0).shares_memory
+    assert NodeLayout.of("abc", 0).slices == 1
     assert layout.bounds(32, 4) == [0, 16, 32]
     assert layout.bounds(3, 4) == [0, 0, 3]
 

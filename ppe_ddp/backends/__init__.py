@@ -6,21 +6,26 @@ over it is made. So a program that does not use a backend does not need its libr
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from functools import partial
+from typing import Any
 
 from torch.distributed import Backend
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
-
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.backends.group_internals import Store
+from ppe_ddp.backends.group_internals import Store
 
 __all__ = ["register"]
+
+_MODULES = {
+    "mpi4py": ("mpi.mpi_group", ["cpu", "cuda"]),
+    "shm": ("shm.shm_group", ["cpu"]),
+    "cupy_nccl": ("cupy_nccl.nccl_group", ["cuda"]),
+}
+"""The module that makes the groups of each backend, and the devices of their tensors."""
 
 
 def register() -> None:
@@ -28,36 +33,17 @@ def register() -> None:
 
     A second call changes nothing.
     """
-    if "mpi4py" not in Backend.backend_list:
-        Backend.register_backend("mpi4py", _make_mpi_group, extended_api=True, devices=["cpu", "cuda"])
-    if "shm" not in Backend.backend_list:
-        Backend.register_backend("shm", _make_shm_group, extended_api=True, devices=["cpu"])
-    if "cupy_nccl" not in Backend.backend_list:
-        Backend.register_backend("cupy_nccl", _make_cupy_group, extended_api=True, devices=["cuda"])
+    for name, (module, devices) in _MODULES.items():
+        if name not in Backend.backend_list:
+            Backend.register_backend(name, partial(_make_group, module), extended_api=True, devices=devices)
     with suppress(RuntimeError):  # there is one already
         register_rendezvous_handler("mpi", _mpi_rendezvous)
 
 
-def _make_mpi_group(arguments: Any, options: Any) -> ProcessGroup:
-    _import_mpi()
-    from ppe_ddp.backends.mpi.mpi_group import make_group
-
-    return make_group(arguments, options)
-
-
-def _make_shm_group(arguments: Any, options: Any) -> ProcessGroup:
-    from ppe_ddp.backends.shm.shm_group import make_group
-
-    return make_group(arguments, options)
-
-
-def _make_cupy_group(arguments: Any, options: Any) -> ProcessGroup:
-    from ppe_ddp.backends.cupy_nccl.nccl_group import make_group
-    from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
-
-    if options is not None:
-        raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")
-    return make_group(arguments, load_nccl())
+def _make_group(module: str, arguments: Any, options: Any) -> Any:
+    if module.startswith("mpi."):
+        _import_mpi()
+    return importlib.import_module(f"ppe_ddp.backends.{module}").make_group(arguments, options)
 
 
 def _mpi_rendezvous(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Store, int, int]]:

@@ -5,27 +5,19 @@ The checks look at the arguments of one rank. They do not compare arguments betw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+from torch import Tensor
 
 
+@dataclass(frozen=True)
 class CollectiveArguments:
-    """The checks of one group of ``size`` ranks, on this ``rank``.
+    """Checks of a rank's arguments: TypeError for different dtypes, ValueError for sizes that do not fit together."""
 
-    Raises from any check:
-        TypeError: Tensors of one collective have different dtypes.
-        ValueError: The sizes or counts of this rank's arguments do not fit together.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+    rank: int  # this one, of the group's ``size``
+    size: int
 
     def check_whole(self, what: str, part: Tensor, whole: Tensor) -> None:
         """Check that ``whole`` has world size times the elements of ``part``."""
@@ -64,21 +56,14 @@ class CollectiveArguments:
         return [split * row for split in splits]
 
 
+@dataclass(frozen=True)
 class HostMemory:
-    """Provides memory that a wire can read and write: a tensor's own memory if possible, else a copy.
+    """Provides memory that a wire can read and write: a tensor's own memory if possible, else a copy."""
 
-    Args:
-        rank: This rank, for errors.
-        backend: The backend's name, for errors.
-        takes_cuda: Whether CUDA tensors are supported: they are copied to pinned memory and back.
-        gpu_aware: Whether the wire reads and writes CUDA memory itself.
-    """
-
-    def __init__(self, rank: int, backend: str, *, takes_cuda: bool = False, gpu_aware: bool = False) -> None:
-        self._rank = rank
-        self._backend = backend
-        self._takes_cuda = takes_cuda
-        self._gpu_aware = gpu_aware
+    rank: int  # this one, for errors
+    backend: str  # its name, for errors
+    takes_cuda: bool = False  # CUDA tensors are supported: they are copied to pinned memory and back
+    gpu_aware: bool = False  # the wire reads and writes CUDA memory itself
 
     def input(self, tensor: Tensor) -> Tensor:
         """The tensor, if the wire can read its memory, else a contiguous copy (for CUDA in pinned memory)."""
@@ -114,7 +99,7 @@ class HostMemory:
             _copy_to(tensor, host.view(tensor.shape))
 
     def _empty(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        is_staged = tensor.is_cuda and not self._gpu_aware
+        is_staged = tensor.is_cuda and not self.gpu_aware
         device = "cpu" if is_staged else tensor.device
         return torch.empty(shape, dtype=tensor.dtype, device=device, pin_memory=is_staged)
 
@@ -122,14 +107,14 @@ class HostMemory:
         """Whether the wire can use the memory of ``tensor`` itself; TypeError if the backend does not support it."""
         if tensor.layout is not torch.strided:
             raise TypeError(
-                f"rank {self._rank}: the {self._backend} backend has no collectives for {tensor.layout} tensors"
+                f"rank {self.rank}: the {self.backend} backend has no collectives for {tensor.layout} tensors"
             )
-        if not tensor.is_cpu and not (tensor.is_cuda and self._takes_cuda):
+        if not tensor.is_cpu and not (tensor.is_cuda and self.takes_cuda):
             raise TypeError(
-                f"rank {self._rank}: the {self._backend} backend is for tensors on cpu, not on {tensor.device}; make a "
-                f'group of several backends: "cpu:{self._backend},cuda:nccl"'
+                f"rank {self.rank}: the {self.backend} backend is for tensors on cpu, not on {tensor.device}; make a "
+                f'group of several backends: "cpu:{self.backend},cuda:nccl"'
             )
-        is_reached = tensor.is_cpu or self._gpu_aware
+        is_reached = tensor.is_cpu or self.gpu_aware
         return is_reached and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from ppe_ddp.backends.rank_store import Meeting
-from ppe_ddp.backends.work import Work, combined
+from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
+from ppe_ddp.backends.work import Waits, Work, combined
 from ppe_ddp.errors import DisagreementError
 from ppe_ddp.waiting import paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from ppe_ddp.backends.rank_store import WrittenKeys
-    from ppe_ddp.backends.work import Waits
 
 _COMMON = {
     "all_reduce": (0, 1),

@@ -9,27 +9,27 @@ these methods.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.collective_arguments import CollectiveArguments, as_bytes, check_dtypes, overlap, unpack
-from ppe_ddp.backends.reductions import FOLDED, reduction_of
-from ppe_ddp.backends.work import CallQueue, CallSet, Steps, WireCall, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.collective_arguments import HostMemory
-    from ppe_ddp.backends.reductions import WireReduction
-    from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-    from ppe_ddp.backends.wire import MessageInFlight, Wire
-    from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import InFlight
+from ppe_ddp.backends.collective_arguments import (
+    CollectiveArguments,
+    HostMemory,
+    as_bytes,
+    check_dtypes,
+    overlap,
+    unpack,
+)
+from ppe_ddp.backends.reductions import FOLDED, WireReduction, reduction_of
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.backends.wire import MessageInFlight, Wire
+from ppe_ddp.backends.work import CallQueue, CallSet, Steps, Waits, WireCall, Work, one_call
+from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
 
@@ -43,11 +43,8 @@ class Collectives:
     Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says. If they do
     not, shared memory raises an error, MPI computes wrong numbers or hangs, and gloo ends the process.
 
-    Args:
-        wire: Connects the ranks.
-        memory: Provides memory that the wire can read and write.
-        direct_bytes: The largest size of an all-reduce or all-gather over the wire in which each rank sends to each
-            other one directly.
+    ``direct_bytes`` is the largest size of an all-reduce or all-gather over the wire in which each rank sends to each
+    other one directly.
     """
 
     def __init__(self, wire: Wire, rank: int, waits: Waits, memory: HostMemory, *, direct_bytes: int = 0) -> None:
@@ -176,16 +173,11 @@ class Collectives:
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
 
     def barrier(self) -> Work:
-        """Complete when every rank has called it."""
-
-        def steps() -> Steps:
-            yield self._wire.barrier()
-
         work = None
         if self.shared is not None:
             sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
             work = self.shared.start("all_reduce", sign, kind=_Kind.MAX)
-        return work or self._begin("barrier", steps())
+        return work or self._begin("barrier", one_call(self._wire.barrier))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
@@ -205,11 +197,8 @@ class Collectives:
     def gather_bytes(self, own: bytes) -> list[bytes]:
         """The bytes of every rank, the same number from each; all ranks call this together."""
         table = torch.empty(self.size, len(own), dtype=torch.uint8, device="cpu")
-
-        def steps() -> Steps:
-            yield self._gathered(table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
-
-        self._begin("the connection of shared memory", steps()).wait()
+        start = partial(self._gathered, table, torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        self._begin("the connection of shared memory", one_call(start)).wait()
         return [bytes(row.tolist()) for row in table]
 
     def drain(self, seconds: float) -> None:
@@ -248,12 +237,7 @@ class Collectives:
         if work is not None:
             work.at_arrival = home
             return work
-
-        def steps() -> Steps:
-            yield self._gathered(result, host)
-            home()
-
-        return self._begin("all_gather", steps())
+        return self._begin("all_gather", one_call(partial(self._gathered, result, host), home))
 
     def _gathered(self, result: Tensor, host: Tensor) -> InFlight:
         if 0 < host.nbytes <= self._direct_bytes:
@@ -268,12 +252,8 @@ class Collectives:
         own, room = send[self.rank] * host.itemsize, receive[self.rank] * result.itemsize
         if own != room:
             raise ValueError(f"rank {self.rank}: {what} of {own} bytes from this rank to itself, with room for {room}")
-
-        def steps() -> Steps:
-            yield self._wire.all_to_all(result, host, receive, send)
-            home()
-
-        return self._begin(what, steps())
+        start = partial(self._wire.all_to_all, result, host, receive, send)
+        return self._begin(what, one_call(start, home))
 
     def _exchange(
         self, what: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], receive: list[int], send: list[int]

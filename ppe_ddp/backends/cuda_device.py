@@ -5,17 +5,12 @@ The object is passed in wherever it is needed, so that tests without a GPU can p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.futures import Future
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
-
-__all__ = ["CudaDevice"]
 
 
 class CudaDevice:
@@ -41,7 +36,6 @@ class CudaDevice:
         tensor.record_stream(stream)
 
     def torch_device(self, index: int) -> torch.device:
-        """The torch device with this index."""
         return torch.device("cuda", index)
 
     def is_capturing(self) -> bool:

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from torch import device
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from ppe_ddp.backends.group import PythonGroup
 from ppe_ddp.backends.group_internals import (
@@ -28,15 +29,9 @@ from ppe_ddp.backends.group_internals import (
 )
 from ppe_ddp.nested_tensors import tensors_in
 
-if TYPE_CHECKING:
-    from torch import Tensor, device
-    from torch.distributed import Work
-
 _Own = TypeVar("_Own", bound=PythonGroup)
 _ABORT_SECONDS = 2.0
 _PAUSE_SECONDS = 1.0
-
-__all__ = ["DeviceRoutedGroup", "beside_other_backends", "group_over"]
 
 
 def _routed(name: str) -> Any:
@@ -59,7 +54,6 @@ class DeviceRoutedGroup(PythonGroup):
             when the first tensor of this type comes, which may be on some ranks only. The first one also serves
             barriers that name no device.
         made: The inner groups that exist from the beginning, on every rank.
-        kind_of: Returns the device type of a tensor.
     """
 
     def __init__(
@@ -71,13 +65,11 @@ class DeviceRoutedGroup(PythonGroup):
         *,
         makers: Mapping[str, Callable[[], Any]],
         made: Sequence[PythonGroup] = (),
-        kind_of: Callable[[Tensor], str] = lambda tensor: tensor.device.type,
     ) -> None:
         super().__init__(rank, size, arguments, backend_name, tuple(makers))
         self._makers = dict(makers)
         self._made: dict[str, Any] = {}
         self._made_first = made
-        self._kind_of = kind_of
         self._devices: dict[str, device] = {}
         self._is_aborted = False
         _GROUPS.add(self)
@@ -107,7 +99,6 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        """Shut the inner groups down; called by ``destroy_process_group`` on every rank."""
         for group in self._made.values():
             if not self._is_aborted or self._is_on_host(group):
                 group.shutdown()
@@ -143,7 +134,7 @@ class DeviceRoutedGroup(PythonGroup):
         tensor = next(tensors_in(arguments), None)
         if tensor is None:
             raise ValueError(f"rank {self.rank()}: {name} of no tensors")
-        kind = self._kind_of(tensor)
+        kind = tensor.device.type
         group = self._group(kind)
         self._devices.setdefault(kind, tensor.device)
         return group

@@ -14,37 +14,31 @@ import atexit
 import functools
 import os
 import weakref
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from itertools import repeat, starmap
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import Work as TorchWork
 
+from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.collective_comparison import CollectiveComparison, compares_collectives
 from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.group_internals import is_registered
+from ppe_ddp.backends.mpi import MpiOptions
+from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
-from ppe_ddp.backends.work import Waits, combined
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.backends.work import Waits, Work, combined
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.waiting import progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import timedelta
-
-    from torch import dtype
-    from torch.distributed import Work as TorchWork
-
-    from ppe_ddp.backends.collective_arguments import HostMemory
-    from ppe_ddp.backends.mpi import MpiOptions
-    from ppe_ddp.backends.rank_store import WrittenKeys
-    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-    from ppe_ddp.backends.shm import ShmOptions
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Work
 
 DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
 
@@ -52,14 +46,9 @@ SUM = ReduceOp(ReduceOp.SUM)
 
 
 class PythonGroup(ProcessGroup):
-    """The identity of a group that torch.distributed made by a Python creator.
+    """The identity of a group that torch.distributed made by a Python creator, with these ``arguments`` of torch's.
 
-    Args:
-        rank: This rank in the group.
-        size: The number of its ranks.
-        arguments: torch's ``_DistributedBackendOptions``.
-        backend_name: The name under which the backend is registered.
-        device_types: The device types of tensors that the group takes, such as ``("cpu", "cuda")``.
+    ``device_types`` are those of tensors that the group takes, such as ``("cpu", "cuda")``.
     """
 
     def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
@@ -137,7 +126,6 @@ class CollectiveGroup(PythonGroup):
     def allreduce(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Reduce each tensor over the ranks, in place."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         return self._run("all_reduce", self._over.all_reduce, zip(tensors, repeat(op_of(opts))), tensors)
 
@@ -153,7 +141,6 @@ class CollectiveGroup(PythonGroup):
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        """Overwrite each tensor by that of one rank."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         return self._run("broadcast", self._over.broadcast, zip(tensors, repeat(_root_of(opts))), tensors)
 
@@ -170,7 +157,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("all_gather_coalesced", self._over.all_gather_list, rows, outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        """Put the tensors of all ranks one after another into ``output``."""
         return self._run("all_gather_single", self._over.all_gather, [(output, tensor)], [output])
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TorchWork:
@@ -185,7 +171,6 @@ class CollectiveGroup(PythonGroup):
         return self._run("reduce_scatter", self._over.reduce_scatter_list, rows, outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> TorchWork:
-        """Reduce over the ranks; rank i gets the i-th of equal parts."""
         return self._run("reduce_scatter_single", self._over.reduce_scatter, [(output, tensor, op_of(opts))], [output])
 
     def reduce_scatter_single_coalesced(
@@ -197,7 +182,6 @@ class CollectiveGroup(PythonGroup):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> TorchWork:
-        """Send each rank its rows, and receive its rows from each."""
         rows = [(output, tensor, output_splits, input_splits)]
         return self._run("all_to_all_single", self._over.all_to_all, rows, [output])
 
@@ -232,6 +216,19 @@ class PendingGroup(CollectiveGroup):
 
     ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store,
     with the keys that this rank has written there.
+
+    A collective with ``async_op=True``, or a message, begins in the call. It advances in every call and wait of the
+    backend, on any group. All ranks of a group call the same collectives in the same order, with the same sizes and
+    dtypes. The order of collectives on different groups is free.
+
+    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
+    (``abort()``, an error of the transport, a timeout). The group cannot be used after that.
+
+    Raises from any collective:
+        CommunicationError: The transport reports an error, a rank did not come in time, or has given the group up.
+        TypeError: The operation is not defined for the dtype, or the tensors are sparse or on another device.
+        ValueError: The sizes of this rank's own arguments do not fit together.
+        UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
     """
 
     _over: Collectives
@@ -288,7 +285,6 @@ class PendingGroup(CollectiveGroup):
         return self._message("send", self._over.send, tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> TorchWork:
-        """Start to receive one tensor."""
         return self._message("recv", self._over.receive, tensors, peer, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:

@@ -11,9 +11,11 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from types import FrameType
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import distributed as dist
@@ -21,19 +23,13 @@ from torch import distributed as dist
 # torch documents these as names of torch.distributed, but type checkers find them only here.
 from torch._C._distributed_c10d import HashStore as HashStore
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
-from torch._C._distributed_c10d import Store as Store  # noqa: TC002  # imported by other files
+from torch._C._distributed_c10d import Store as Store  # imported by other files
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch.distributed import Backend, ProcessGroup
+from torch.distributed import Backend, ProcessGroup, Work
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppe_ddp.errors import TorchChangedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
-    from torch.distributed import Work
-    from torch.distributed.device_mesh import DeviceMesh
 
 _Kept = TypeVar("_Kept")
 
@@ -57,14 +53,12 @@ def registered_groups() -> Iterator[tuple[ProcessGroup, list[int]]]:
 
 def default_group() -> ProcessGroup:
     """The default group; raises if there is none. ``dist.group.WORLD`` has an optional type."""
-    group: ProcessGroup = c10d._get_default_group()
-    return group
+    return c10d._get_default_group()
 
 
 def store_of(group: ProcessGroup) -> Store:
     """The store that the ranks of a registered group share, under a prefix of its own."""
-    store: Store = c10d._get_process_group_store(group)
-    return store
+    return c10d._get_process_group_store(group)
 
 
 def address_key(rank: int) -> str:
@@ -131,8 +125,7 @@ def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
     backend = node_backend(group, torch.device("cpu"))
     if backend is None:
         return tuple((rank,) for rank in range(dist.get_world_size(group)))
-    nodes: tuple[tuple[int, ...], ...] = backend.nodes
-    return nodes
+    return backend.nodes
 
 
 def node_backend(group: ProcessGroup, device: torch.device) -> Any | None:
@@ -358,10 +351,8 @@ def end_wait_for_connections(content: bytes) -> None:
     """End gloo's wait for connections, in another thread of this process, after the group has failed.
 
     If a rank dies after it has written its address and before it has connected, gloo waits for its connection in C++,
-    for five times the group's timeout. So this function connects in its place.
-
-    Args:
-        content: The value that gloo has written to its store on this rank.
+    for five times the group's timeout. So this function connects in its place, by the ``content`` that gloo has written
+    to its store on this rank.
     """
     host, port, numbers = connections_awaited(content) or ("", 0, [])
     for number in numbers:

@@ -1,21 +1,23 @@
-"""Collectives of plain values, sent as JSON, which is only data.
+"""Collectives of plain values, sent as JSON, and values as bytes or text that is only data.
 
 torch's object collectives send pickles, and loading a pickle may run any code that the sender has named in it.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from typing import TYPE_CHECKING, Any
+import warnings
+from base64 import b64decode, b64encode
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ppe_ddp.backends.group_internals import device_types
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
@@ -67,3 +69,43 @@ def _device_of(group: ProcessGroup) -> torch.device:
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.accelerator.current_device_index())
+
+
+def dump_plain(value: Any) -> bytes:
+    """The bytes of a value that ``torch.load(weights_only=True)`` can read; :func:`load_plain` gives the value back.
+
+    TypeError, which names the classes, if loading the value would run code, or if it cannot be saved.
+    """
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+    except Exception as error:
+        raise TypeError(f"it is a {type(value).__name__}, which cannot be saved: {error}") from error
+    if not isinstance(value, str | int | float | None):  # these hold no other classes; looking takes time
+        content.seek(0)
+        unsafe = get_unsafe_globals_in_checkpoint(content)
+        if unsafe:
+            raise TypeError(
+                f"it is a {type(value).__name__} with {', '.join(sorted(unsafe))}, and loading that would run code: "
+                "keep tensors and plain values there, or allow the class on every rank by "
+                "torch.serialization.add_safe_globals"
+            )
+    return content.getvalue()
+
+
+def load_plain(content: bytes) -> Any:
+    """The value of :func:`dump_plain`, its tensors on the CPU."""
+    with warnings.catch_warnings():
+        # From 2.15 on torch warns that it checks sparse tensors; users need not know.
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def as_text(value: Any) -> str:
+    """The bytes of :func:`dump_plain` as text, for JSON."""
+    return b64encode(dump_plain(value)).decode()
+
+
+def from_text(text: str) -> Any:
+    """The value that :func:`as_text` was given; runs no code."""
+    return load_plain(b64decode(text))

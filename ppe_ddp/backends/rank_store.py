@@ -16,26 +16,21 @@ import os
 import queue
 import sys
 import threading
+from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed as dist
-from torch.distributed import default_pg_timeout
+from torch.distributed import ProcessGroup, default_pg_timeout
 
-from ppe_ddp.backends.group_internals import PrefixStore, kept_with, store_of, timeout_of
+from ppe_ddp.backends.group_internals import PrefixStore, Store, kept_with, store_of, timeout_of
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import each_process, paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from datetime import timedelta
-
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.backends.group_internals import Store
 
 T = TypeVar("T")
 
@@ -97,7 +92,6 @@ class WrittenKeys:
         self._whole.wait([self._prefix + key for key in keys], timeout)
 
     def delete_key(self, key: str) -> None:
-        """Delete a key of any rank."""
         self._written.pop(self._prefix + key, None)
         self._whole.delete_key(self._prefix + key)
 
@@ -156,8 +150,6 @@ class Reports:
         self._store.do(write)
 
     def look(self) -> list[bytes]:
-        """The texts so far, in order."""
-
         def read(store: WrittenKeys) -> None:
             if not store.check([f"{self._key}/count"]):
                 return
@@ -267,7 +259,6 @@ class Meeting:
         return MeetingOutcome(*json.loads(self._store.compare_set(self._outcome, "", json.dumps(outcome))))
 
     def outcome(self) -> MeetingOutcome | None:
-        """The outcome; None if there is none yet."""
         if not self._store.check([self._outcome]):
             return None
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
@@ -427,10 +418,7 @@ def _stores_of_exchanges() -> deque[WrittenKeys]:
 
 def first_unused(is_used: Callable[[int], bool]) -> int:
     """The first turn that no earlier group of this name has used; turns are used in order, so it is a binary search."""
-    used, unused = 0, 1
+    unused = 1
     while is_used(unused):
-        used, unused = unused, 2 * unused
-    while unused - used > 1:
-        middle = (used + unused) // 2
-        used, unused = (middle, unused) if is_used(middle) else (used, middle)
-    return unused
+        unused *= 2
+    return bisect_left(range(unused), True, unused // 2 + 1, key=lambda turn: not is_used(turn))

@@ -7,15 +7,13 @@ its ring; MPI has no bfloat16. A dtype that a wire does not support is sent in a
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _Kind: Any = ReduceOp.RedOpType
 _BITWISE = (_Kind.BAND, _Kind.BOR, _Kind.BXOR)
@@ -29,7 +27,6 @@ _BOOL_KINDS = {
     _Kind.BAND: _Kind.BAND,
     _Kind.BXOR: _Kind.BXOR,
 }
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # dtypes that torch cannot divide
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -90,8 +87,7 @@ class WireReduction:
 def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -> WireReduction:
     """The reduction for a dtype and an operation (``ReduceOp.op``), over a wire that supports the ``known`` dtypes.
 
-    Raises:
-        TypeError: The operation is not defined for this dtype, such as BAND for floating-point numbers.
+    TypeError if the operation is not defined for this dtype, such as BAND for floating-point numbers.
     """
     view, base = _defined(dtype, kind)
     is_offset = False
@@ -122,4 +118,4 @@ def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
     if dtype is torch.bool:
         return torch.uint8, _BOOL_KINDS[kind]
-    return (_REAL.get(dtype, dtype), _Kind.SUM) if is_sum else (dtype, kind)
+    return (dtype.to_real(), _Kind.SUM) if is_sum else (dtype, kind)

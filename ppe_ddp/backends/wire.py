@@ -5,15 +5,13 @@ Collectives, process groups, shared memory and two levels are built on it, once 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from ppe_ddp.waiting import InFlight
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
 
 
 class MessageInFlight(InFlight, Protocol):
@@ -45,39 +43,30 @@ class Wire(Protocol):
 
     def all_reduce(self, flat: Tensor, kind: Any) -> InFlight:
         """Begin to reduce ``flat`` over the ranks, in place, by a ``ReduceOp.RedOpType`` without a division."""
-        ...
 
     def broadcast(self, flat: Tensor, root: int) -> InFlight:
         """Begin to overwrite ``flat`` by that of rank ``root``; the same number of bytes on all ranks."""
-        ...
 
     def all_gather(self, rows: Tensor, flat: Tensor) -> InFlight:
         """Begin to put the tensors of all ranks, of equal sizes, one after another into ``rows``."""
-        ...
 
     def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> InFlight:
         """Begin to send consecutive parts of ``flat`` to the ranks, and to receive theirs into ``output``.
 
         Both have one dtype. ``receiving`` and ``sending`` have the number of elements for each rank.
         """
-        ...
 
     def barrier(self) -> InFlight:
         """Begin a barrier, which is done when every rank has begun it."""
-        ...
 
     def send(self, flat: Tensor, peer: int, tag: int) -> MessageInFlight:
         """Begin to send ``flat`` to rank ``peer``."""
-        ...
 
     def receive(self, flat: Tensor, peer: int | None, tag: int) -> MessageInFlight:
         """Begin to receive into ``flat`` from rank ``peer``; None stands for any rank that sends with this tag."""
-        ...
 
     def close(self) -> None:
         """Close the connections; called when nothing is in flight."""
-        ...
 
     def give_up(self) -> None:
         """Drop the connections without waiting for operations in flight."""
-        ...

@@ -10,24 +10,19 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
 
-from ppe_ddp.backends.rank_store import BoundedStore
+from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
+from ppe_ddp.backends.wire import MessageInFlight
 from ppe_ddp.errors import CommunicationError, DisagreementError
 from ppe_ddp.waiting import InFlight, paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from ppe_ddp.backends.rank_store import WrittenKeys
-    from ppe_ddp.backends.wire import MessageInFlight
 
 _LOOK_SECONDS = 0.1  # between looks for ended processes and at the store, each of which is a message ...
 _RARELY_SECONDS = 10.0  # ... and between looks at the store if shared memory tells when to look
@@ -70,8 +65,8 @@ class Waits:
         """Wait until ``arrived()``.
 
         Args:
-            arrived: Tells whether the wait is over.
-            what: The call that is waited for, for errors.
+            arrived: Tells whether the wait for the call ``what`` is over.
+            what: For errors.
             absent: Returns the ranks that are waited for, as far as they are known.
             seconds: A shorter timeout, if positive. The group can be used after it, unlike after the group's timeout.
             rest: Gives the core to the threads that advance the call, if there are any.
@@ -121,11 +116,9 @@ class Waits:
             raise CommunicationError(f"{self.place}: {self.failure}")
 
     def progress(self) -> None:
-        """Advance the operations of all groups, without waiting."""
         self._progress.progress()
 
     def is_given_up(self) -> bool:
-        """Whether a rank has given the group up."""
         if self.failure:
             return True
         now, is_closed = monotonic(), self.is_closed_elsewhere()
@@ -150,7 +143,6 @@ class Waits:
             raise self.error(what, self.failure)
 
     def error(self, what: str, reason: str) -> CommunicationError:
-        """The error to raise if ``what`` has failed."""
         return CommunicationError(f"{self.place}: {what} over {self.transport} failed: {reason}")
 
     def give_up(self, reason: str) -> None:
@@ -184,13 +176,9 @@ def _reason(store: WrittenKeys) -> str:
 
 
 class PythonWork(dist.Work):
-    """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state.
+    """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state."""
 
-    Attributes:
-        outputs: The result of ``result()``.
-    """
-
-    outputs: Any = None
+    outputs: Any = None  # the result of ``result()``
 
     def synchronize(self) -> None:
         self.wait()
@@ -243,13 +231,7 @@ class Work(PythonWork):
         self._at_end: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until it is complete.
-
-        Args:
-            timeout: The longest wait; None or a time that is not positive stands for the group's timeout.
-
-        Returns:
-            True.
+        """Wait until it is complete, at most for ``timeout`` if that is positive, else for the group's; returns True.
 
         Raises:
             CommunicationError: The transport reports an error, a rank has given the group up, or the time is over.
@@ -263,14 +245,10 @@ class Work(PythonWork):
         return True
 
     def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
-        """Wait until it has ended, with or without an error.
+        """Wait until it has ended, with or without an error, at most for ``seconds`` if these are positive.
 
-        Args:
-            look: Called now and then; may raise to end the wait.
-            seconds: The longest wait, if positive.
-
-        Raises:
-            CommunicationError: As :meth:`wait`, except for an error of the call itself.
+        ``look`` is called now and then, and may raise to end the wait. Errors are those of :meth:`wait`, except for one
+        of the call itself.
         """
         if self._message is not None:
             seconds = seconds or self._waits.timeout
@@ -386,6 +364,12 @@ Steps = Generator[InFlight, None, None]
 """A generator that begins a call of the wire, yields it, and is resumed when it is done."""
 
 
+def one_call(start: Callable[[], InFlight], home: Callable[[], object] = int) -> Steps:
+    """The steps of a collective that is one call of the wire; ``home`` copies the result to the user's tensors."""
+    yield start()
+    home()
+
+
 class WireCall:
     """A collective over a wire: a sequence of calls, each begun when the one before is done.
 
@@ -444,7 +428,6 @@ class WireCall:
             current.block()
 
     def tell_end(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when it is over."""
         self._at_end = call
         ask = getattr(self._current, "tell_end", None)  # exists if the wire has threads, which notice it earlier
         if ask is not None:
@@ -468,7 +451,6 @@ class CallSet:
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        """Begin a call at once."""
         call.start()
         while self._calls and self._calls[0].is_done:
             self._calls.popleft()

@@ -31,12 +31,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -48,16 +49,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from ppe_ddp.backends.json_collectives import dump_plain, load_plain
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_reader import dump_plain, load_plain
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
-
-    from ppe_ddp.sharding.load_group import LoadGroup
+from ppe_ddp.sharding.load_group import LoadGroup
 
 _T = TypeVar("_T")
 logger = logging.getLogger("ppe_ddp")
@@ -307,23 +304,19 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Load an entry that is not a tensor."""
         self.state_dict[read_item.dest_index.fqn] = load_plain(value.getvalue())
 
 
 class _EntryWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryWriter, self).write_data(plan, planner))
 
 
 class _EntryReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Read by :func:`metadata_of`."""
         return _tellable(lambda: metadata_of(Path(self.path)))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read; errors are those of :func:`_tellable`."""
         return _tellable(lambda: super(_EntryReader, self).read_data(plan, planner))
 
 

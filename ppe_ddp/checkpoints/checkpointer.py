@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.checkpoints.saved_parts import (
@@ -38,9 +40,6 @@ from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
-    import os
-
-    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.metadata import Metadata
 
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
@@ -182,7 +181,6 @@ class Checkpointer:
         self._use(LoadGroup(process_group))
 
     def _use(self, ranks: LoadGroup) -> None:
-        """Save and load with ``ranks``."""
         self._ranks, rank, parts = ranks, ranks.rank, self._given
         for name, what in parts.items():
             _refuse_split(name, what, ranks.size)

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ppe_ddp.backends.json_collectives import dump_plain
 from ppe_ddp.compression.outer_steps import OuterSteps
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.optim import DistributedOptimizer
-from ppe_ddp.sharding.checkpoint_reader import dump_plain
 from ppe_ddp.torch_internals import metadata_of as versions_of
 from ppe_ddp.torch_internals import set_metadata
 
@@ -43,10 +43,7 @@ _VERSIONS = "_metadata"
 class SavedPart:
     """A part of a training whose state dict has the same keys whenever it is saved or loaded, as a module's.
 
-    Args:
-        name: The name of its entries, before a dot.
-        what: The object.
-        tables: The nested dictionaries in its state dict, each with the number of keys that lead to a value.
+    ``tables`` are the nested dictionaries in its state dict, each with the number of keys that lead to a value.
     """
 
     is_of_rank = False  # saved by each rank, and loaded only by as many ranks
@@ -164,7 +161,6 @@ class RankPart(SavedPart):
         self._entry, self._state, self._load_state = entry, state, load_state
 
     def entries(self) -> dict[str, Any]:
-        """The one entry of this rank."""
         return {self._entry: self._state()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
@@ -173,7 +169,6 @@ class RankPart(SavedPart):
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load the entry of this rank."""
         self._load_state(entries[self._entry])
 
 
@@ -188,11 +183,9 @@ class CommonPart(SavedPart):
         self._entries = [own_name(name, rank) for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """The entries of all ranks that have saved."""
         return {entry: None for entry in self._entries if entry in saved.state_dict_metadata}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        """Load the first entry if all are equal."""
         self.differs = len({dump_plain(entries.get(entry)) for entry in self._entries}) > 1
         if self.differs or self._entries[0] not in entries:
             return

@@ -74,7 +74,6 @@ def _on_rank_0() -> Generator[None]:
 
 
 def _list(words: Sequence[str], program: str, commands: Sequence[Command]) -> int:
-    """Print all commands. Returns the exit code."""
     width = max(len(command.words) for command in commands)
     lines = [f"  {command.words:<{width}}  {command.summary}" for command in commands]
     listing = "\n".join([f"usage: {program} COMMAND ...", "", *lines, "", "--help after a COMMAND tells more of it."])

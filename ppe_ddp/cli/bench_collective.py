@@ -24,21 +24,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.cli import benchmarking
 from ppe_ddp.cli.benchmarking import BACKENDS, Platform, in_turn, largest, on_ranks, print_table
 from ppe_ddp.cli.command_line import fail, size_of, write_report
 from ppe_ddp.launchers import detect
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 _FACTOR = 8
 _BLOCK_SECONDS = 0.05

@@ -31,11 +31,12 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -43,10 +44,6 @@ from ppe_ddp import DistributedDataParallel, DistributedOptimizer, Options
 from ppe_ddp.cli import benchmarking
 from ppe_ddp.cli.benchmarking import BACKENDS, Platform, Spread, in_turn, largest, on_ranks, over_mpi, print_table
 from ppe_ddp.cli.command_line import count, fail, told, write_report
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 _REPEATS, _QUICK_REPEATS, _QUICK_STEPS = 15, 3, 2
 # In the first backwards wrappers make buckets and learn the order of gradients.
@@ -127,8 +124,6 @@ def _supernet(place: Callable[[int], int]) -> Workload:
 
 
 class _TokenModel(nn.Module):
-    """An embedding, an encoder and a head."""
-
     def __init__(self, vocabulary: int, width: int, depth: int) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import SHARE_DEVICES, load_nccl, torch_nccl_text
 from ppe_ddp.cli.command_line import WIDTH, add_json, count, fail, machine_facts, told
@@ -26,10 +27,6 @@ from ppe_ddp.cli.doctor import many_ranks_a_device
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
 from ppe_ddp.testing import JobStarter, RankError, Ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 DEFAULT_RANKS = 2
 _RUN_SECONDS, _COLLECTIVE_SECONDS = 3600.0, 300.0
@@ -52,9 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, repeats: int | None = 11) 
 def over_mpi() -> bool:
     """Whether the default process group is over mpi4py."""
     return dist.is_initialized() and "mpi4py" in str(dist.get_backend_config())
-
-
-# ---------------------------------------------------------------------- ranks
 
 
 @dataclass(frozen=True)
@@ -167,9 +161,6 @@ def on_ranks(
     code = publish(found, size) if dist.get_rank() == 0 else 0
     dist.destroy_process_group()
     return code
-
-
-# ---------------------------------------------------------------------- turns
 
 
 def in_turn(

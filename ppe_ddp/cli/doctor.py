@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils import collect_env
 
 from ppe_ddp.backends.cupy_nccl.nccl_library import NCCL_OF_SHARED_DEVICES, SHARE_DEVICES, torch_nccl, torch_nccl_text
@@ -33,12 +34,6 @@ from ppe_ddp.launchers import detect, find_mpirun
 from ppe_ddp.testing import JobStarter, NodesError, RankError, Ranks
 from ppe_ddp.testing.conformance import examine_backend
 from ppe_ddp.torch_internals import tried_versions
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-# ---------------------------------------------------------------------- env
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class Env:
 
     @staticmethod
     def run(arguments: argparse.Namespace) -> int:
-        """Print, and return 0."""
         if not is_on_rank_0():
             return 0
         info, facts, backends = collect_env.get_env_info(), machine_facts(), candidates()
@@ -188,8 +182,6 @@ def _ask(script: str) -> tuple[str, str]:
         return "", (done.stderr.strip().splitlines() or [f"its process ended with exit code {done.returncode}"])[-1]
     return done.stdout.strip().splitlines()[-1], ""
 
-
-# ---------------------------------------------------------------------- doctor
 
 _DTYPES = (torch.float32, torch.float64)
 _SECONDS, _RANKS, _TOLD_LINES = 60, 2, 12

@@ -11,22 +11,19 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
-
-    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-    from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.plan import ParameterSpec
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.plan import ParameterSpec
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -59,7 +56,6 @@ class CommState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no parameter has any state."""
         return not any(self._of.values())
 
     def keep(self, names: Iterable[str]) -> None:

@@ -33,7 +33,6 @@ class ErrorFeedback(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        """Raise for an ErrorFeedback, which would keep residuals twice."""
         if self.compressor.has_residual():
             raise TypeError(f"{self!r} would add what was not sent twice: one ErrorFeedback is enough")
 

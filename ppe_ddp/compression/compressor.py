@@ -5,19 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
 from ppe_ddp.errors import FunctionError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _PIECE_NBYTES = 1 << 18
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -226,7 +224,6 @@ class Compressor(ABC):
         - entries of ``state`` are replaced by new tensors, and never written to. If the step is dropped, because it has
           failed on some rank or an average is not finite, the old entries are put back.
         """
-        ...
 
     def start(self, gradients: FlatGradients, link: Link) -> Exchange:
         """Call :meth:`average`, and raise FunctionError if it is no generator."""

@@ -9,23 +9,21 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.backends.collective_arguments import as_bytes
+from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
+from ppe_ddp.backends.shared_memory.shared_reservation import joined_ranges
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import GradBucket, Waitable, is_completed
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -56,7 +54,6 @@ class CompressorReduction(Reduction):
 
     @property
     def title(self) -> str:
-        """The compressor."""
         return f"compressor {self.compressor!r}"
 
     def abandon(self) -> None:
@@ -72,7 +69,6 @@ class CompressorReduction(Reduction):
         self._sparse.append(average.values())
 
     def has_finite_averages(self) -> bool:
-        """Whether all averages are finite."""
         return are_finite([*self._sparse, *(bucket.buffer() for bucket in self._started)])
 
     def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
@@ -130,7 +126,8 @@ class CompressorReduction(Reduction):
         for segment in gradients.segments:
             parts[state.owners.of(segment.name)].append(segment)
         seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
-        reduction = hierarchy.start(gradients.given, [_ranges(part) for part in parts])
+        ranges = [joined_ranges((one.start, one.stop) for one in part) for part in parts]
+        reduction = hierarchy.start(gradients.given, ranges)
         yield reduction.summed
         exchanges = []
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
@@ -221,7 +218,6 @@ class ExchangeQueue:
         return all(entry.is_ready() for entry in self._due())
 
     def abandon(self) -> None:
-        """Abandon all exchanges in flight."""
         for entry in self._running:
             entry.is_done = True
             entry.pending = None
@@ -329,17 +325,6 @@ class CrossNodeLink(Link):
     def _exchange(self, received: Tensor, sent: Tensor) -> Any:
         counts = [len(sent) // self.size] * self.size
         return self._link.all_to_all(received, sent, counts, counts)
-
-
-def _ranges(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """The ranges of the segments; adjacent ones are joined."""
-    ranges: list[tuple[int, int]] = []
-    for segment in segments:
-        if ranges and ranges[-1][1] == segment.start:
-            ranges[-1] = (ranges[-1][0], segment.stop)
-        elif segment.numel:
-            ranges.append((segment.start, segment.stop))
-    return ranges
 
 
 def _packed(segments: Sequence[Segment]) -> Generator[Segment, None, None]:

@@ -11,17 +11,15 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 class Synchronizing(Protocol):
@@ -45,15 +43,8 @@ class OuterSteps:
     ``load_state_dict()`` loads parameters, the same on all ranks, the next outer step begins from these.
 
     If a model has several optimizers, make it on the one that steps last: an outer step averages all parameters of the
-    wrapper.
-
-    Args:
-        ddp: The wrapper; a compressor that is registered with it compresses the outer steps.
-        optimizer: The inner optimizer, which updates whole parameters, so no ``DistributedOptimizer``. Accelerate's, as
-            ``prepare()`` returns it, will do.
-        every: The number of inner steps for one outer step, at least 1.
-        lr: The learning rate of the outer step.
-        momentum: The Nesterov momentum of the outer step.
+    wrapper. The optimizer updates whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as
+    ``prepare()`` returns it. Arguments are those of :class:`DiLoCo`.
     """
 
     def __init__(

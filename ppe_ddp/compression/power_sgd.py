@@ -6,16 +6,12 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 from ppe_ddp.compression.quantization import SelectiveCompressor
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 
 _STATE = "power_sgd"
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, are_finite
 from ppe_ddp.compression.quantization import SelectiveCompressor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch import distributed as dist
@@ -30,9 +31,6 @@ from ppe_ddp.backends.rank_store import BoundedStore, Reports
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.waiting import paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _NAP = 0.002  # seconds between looks at a store, while other processes come
 _JOIN_SECONDS = 5.0
@@ -472,8 +470,7 @@ class MpiMembership(_ServingMembership):
         self._comm.Probe(rank, tag, status)
         content = bytearray(status.Get_count(self._mpi.BYTE))
         self._comm.Recv(content, rank, tag)
-        word: list[Any] = json.loads(content)
-        return word
+        return list(json.loads(content))
 
     def is_asked(self) -> bool:
         return False

@@ -16,21 +16,21 @@ they decide together in the meeting.
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import logging
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.serialization import default_restore_location
 
+from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import (
     Store,
     connections_awaited,
@@ -42,17 +42,14 @@ from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.elastic.memberships import Membership, Quorum, Repeated, wait_for
+from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.nested_tensors import mapped
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.torch_internals import without_torch_function
 from ppe_ddp.waiting import paced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ppe_ddp.engine.completion import Steps
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -451,7 +448,7 @@ class ElasticTraining:
             parts = {name: part.state_dict() for name, part in self._parts.items()}
             buffers = self._transient_buffers()
             state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
-            torch.save(_each_tensor(state, functools.partial(_take_large, large)), buffer)
+            torch.save(mapped(functools.partial(_take_large, large), state), buffer)
         length = torch.tensor([buffer.tell()], device="cpu")
         self._broadcast(length, source)
         content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
@@ -473,7 +470,7 @@ class ElasticTraining:
                 self._broadcast(scratch[: piece.numel()] if piece.is_meta else piece, source)
             return received
 
-        state = _each_tensor(self._loaded(content), receive)
+        state = mapped(receive, self._loaded(content))
         if joins:
             for name, part in self._parts.items():
                 part.load_state_dict(state["parts"][name])
@@ -573,20 +570,6 @@ def _digests(states: Mapping[str, Any]) -> dict[str, int]:
     return {kind: zlib.crc32(repr(text).encode()) for kind, text in texts.items()}
 
 
-def _each_tensor(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Copy nested dictionaries, lists and tuples, with ``change(tensor)`` in place of each tensor, in order."""
-    if isinstance(state, Tensor):
-        return change(state)
-    if isinstance(state, dict):
-        copied = copy.copy(state)  # keeps attributes, such as a module's _metadata
-        for key, value in state.items():
-            copied[key] = _each_tensor(value, change)
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)(_each_tensor(value, change) for value in state)
-    return state
-
-
 def _placed(device: torch.device, storage: Any, location: str) -> Any:
     """Put memory on ``device`` if it was on such a device, which had perhaps another number, and else on the CPU."""
     return default_restore_location(storage, str(device) if location.split(":")[0] == device.type else "cpu")
@@ -603,8 +586,7 @@ def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
 
 def _pieces_of(tensor: Tensor) -> Sequence[Tensor]:
     """The memory of a contiguous tensor as bytes, in the pieces in which it is sent."""
-    pieces: Sequence[Tensor] = tensor.view(-1).view(torch.uint8).split(_PIECE_NBYTES)
-    return pieces
+    return list(as_bytes(tensor).split(_PIECE_NBYTES))
 
 
 def _row(place: int, length: int, seed: int) -> int:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import accelerate
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
 from ppe_ddp.weighing import weigh
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 __all__ = ["Accelerator"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import MPIEnvironment
@@ -22,12 +22,10 @@ from lightning.fabric.strategies import DDPStrategy as FabricBase
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.strategies import DDPStrategy as TrainerBase
 from lightning.pytorch.strategies import StrategyRegistry as TRAINER_STRATEGIES
+from torch import nn
 from typing_extensions import override
 
 from ppe_ddp.ddp import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["FabricStrategy", "TrainerStrategy"]
 

@@ -7,14 +7,12 @@ Replace ``from ray.train.torch import prepare_model`` by::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.train.torch
+from torch import nn
 
 from ppe_ddp.ddp import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["prepare_model"]
 

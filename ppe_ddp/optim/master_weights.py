@@ -20,19 +20,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.engine.record import EventLog
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.torch_internals import step_hooks
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-    from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 
 _LARGEST_BYTES = 16 << 10  # of a small shard; from 32 KB on, copying it takes as long as the saved calls (measured)
 _MOST_BYTES = 512 << 10  # of a flat tensor, so that it stays in the cache: a step passes it and its state ten times
@@ -299,7 +296,6 @@ def _kind(value: Any, weight: Tensor) -> object:
 
 
 def _joined(values: Sequence[Any]) -> Any:
-    """The state of the flat tensor, made of ``values``, the state of each weight."""
     first = values[0]
     if not isinstance(first, Tensor):
         return first

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
@@ -26,9 +27,6 @@ from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ppe_ddp")
 

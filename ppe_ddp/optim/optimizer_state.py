@@ -15,21 +15,18 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.zero.shards import ShardedModel, bounds_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-
-    from ppe_ddp.optim.master_weights import MasterWeight
+from ppe_ddp.optim.master_weights import MasterWeight
 
 _SCALARS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers that is not sharded, even for a scalar
 _PROBE = 3  # elements of a trial parameter, and so of each state entry that is cut like its parameter
@@ -224,7 +221,6 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
     if not isinstance(value, torch.Tensor) or not value.dim() or value.numel() != master.shard.numel:
         return value
     # The import takes a third of a second.
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Cut
 

@@ -5,28 +5,22 @@ Files are mapped into memory: a tensor is read from disk only when its values ar
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import re
-import warnings
-from base64 import b64decode, b64encode
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.torch_internals import metadata_of, set_metadata
-
-if TYPE_CHECKING:
-    import os
 
 Device: TypeAlias = "int | str | torch.device"
 DeviceMap: TypeAlias = "Device | Mapping[str, Device] | None"
@@ -104,46 +98,6 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
         loaded[key] = value.to(_place(key, places)) if isinstance(value, Tensor) else value
     _add_metadata(loaded, metadata_of(readers))
     return loaded
-
-
-def dump_plain(value: Any) -> bytes:
-    """The bytes of a value that ``torch.load(weights_only=True)`` can read; :func:`load_plain` gives the value back.
-
-    TypeError, which names the classes, if loading the value would run code, or if it cannot be saved.
-    """
-    content = io.BytesIO()
-    try:
-        torch.save(value, content)
-    except Exception as error:
-        raise TypeError(f"it is a {type(value).__name__}, which cannot be saved: {error}") from error
-    if not isinstance(value, str | int | float | None):  # these hold no other classes; looking takes time
-        content.seek(0)
-        unsafe = get_unsafe_globals_in_checkpoint(content)
-        if unsafe:
-            raise TypeError(
-                f"it is a {type(value).__name__} with {', '.join(sorted(unsafe))}, and loading that would run code: "
-                "keep tensors and plain values there, or allow the class on every rank by "
-                "torch.serialization.add_safe_globals"
-            )
-    return content.getvalue()
-
-
-def load_plain(content: bytes) -> Any:
-    """The value of :func:`dump_plain`, its tensors on the CPU."""
-    with warnings.catch_warnings():
-        # From 2.15 on torch warns that it checks sparse tensors; users need not know.
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-
-
-def as_text(value: Any) -> str:
-    """The bytes of :func:`dump_plain` as text, for JSON."""
-    return b64encode(dump_plain(value)).decode()
-
-
-def from_text(text: str) -> Any:
-    """The value that :func:`as_text` was given; runs no code."""
-    return load_plain(b64decode(text))
 
 
 def _add_metadata(entries: Any, metadata: Any) -> None:

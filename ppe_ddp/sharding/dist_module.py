@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from functools import partial
+from typing import Any, Literal, NoReturn
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.checkpoint_reader import Checkpoint, DeviceMap, load_state_dict
 from ppe_ddp.sharding.distribution import Load, LoadOptions
 from ppe_ddp.sharding.load_group import LoadGroup
-
-if TYPE_CHECKING:
-    import os
-
-    import torch
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.torch_internals import IncompatibleKeys
+from ppe_ddp.torch_internals import IncompatibleKeys
 
 _PATCHED_PACKAGES = ("accelerate", "transformers")
 
@@ -178,7 +175,7 @@ def patch_accelerate() -> Iterator[None]:
                 setattr(module, "load_state_dict", _load_state_dict)  # noqa: B010  # a module has no such attribute
         original = torch_state_dict.set_model_state_dict
         stack.callback(setattr, torch_state_dict, "set_model_state_dict", original)
-        torch_state_dict.set_model_state_dict = _setter(original)
+        torch_state_dict.set_model_state_dict = partial(_set_model_state_dict, original)
         yield
 
 
@@ -203,15 +200,13 @@ def _load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: Device
         return _Unreadable(error)
 
 
-def _setter(original: Any) -> Any:
+def _set_model_state_dict(
+    original: Any, model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None
+) -> Any:
     """A stand-in for torch's ``set_model_state_dict`` that loads full tensors through DistModule."""
-
-    def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
-        if options is None or not options.full_state_dict:
-            return original(model, model_state_dict, options=options)
-        module = model if isinstance(model, DistModule) else DistModule(model)
-        entries = module.state_dict().values()
-        on_meta = any(isinstance(entry, Tensor) and entry.is_meta for entry in entries)
-        return module.load_state_dict(model_state_dict, strict=options.strict, assign=on_meta)
-
-    return set_model_state_dict
+    if options is None or not options.full_state_dict:
+        return original(model, model_state_dict, options=options)
+    module = model if isinstance(model, DistModule) else DistModule(model)
+    entries = module.state_dict().values()
+    on_meta = any(isinstance(entry, Tensor) and entry.is_meta for entry in entries)
+    return module.load_state_dict(model_state_dict, strict=options.strict, assign=on_meta)

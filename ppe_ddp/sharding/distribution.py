@@ -9,15 +9,16 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from ppe_ddp.backends.json_collectives import as_text, from_text
 from ppe_ddp.errors import CheckpointError, CommunicationError
-from ppe_ddp.sharding.checkpoint_reader import as_text, from_text
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
@@ -41,9 +42,6 @@ from ppe_ddp.sharding.load_plan import (
     unpacked,
 )
 from ppe_ddp.torch_internals import IncompatibleKeys, metadata_of, set_metadata
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _MESSAGES_A_PIECE = 4  # some are packed while others are in flight
 _SHOWN_AFTER = 2.0  # seconds; shorter loads show no bar

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
 from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
@@ -22,9 +23,6 @@ from ppe_ddp.engine.failures import Failure, Failures, LostRanks
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def device_of(kind: str) -> torch.device:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
+from ppe_ddp.backends.json_collectives import as_text
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.sharding.checkpoint_reader import as_text
 from ppe_ddp.torch_internals import holds_tensors, split_strided
 
 Run: TypeAlias = "tuple[int, int]"

@@ -15,18 +15,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed as dist
 
+from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
 from ppe_ddp.errors import PpeDdpError
 from ppe_ddp.functions import name_of
 from ppe_ddp.testing.probes import Plugs, probe_backend, probe_broadcast, probe_reduction, train
 from ppe_ddp.testing.ranks import RankError, Ranks
-
-if TYPE_CHECKING:
-    from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
 
 T = TypeVar("T")
 

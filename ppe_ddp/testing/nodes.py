@@ -67,7 +67,7 @@ exec cat > /dev/null
 _Environment = Mapping[str, object]
 
 
-class Nodes:
+class Nodes(contextlib.AbstractContextManager["Nodes"]):
     """Nodes on this machine, which the constructor makes, and :meth:`close` or the end of a ``with`` block ends.
 
     They run one job at a time: starting a job ends all processes of the one before.
@@ -101,9 +101,6 @@ class Nodes:
             if mbit or latency_ms:
                 self._shape(mbit, latency_ms)
             self._stack = self._stack.pop_all()
-
-    def __enter__(self) -> Nodes:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

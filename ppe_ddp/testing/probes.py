@@ -18,23 +18,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from ppe_ddp.contracts import GradBucket, is_waitable
+from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.contracts import BroadcastFunction, CommHook, GradBucket, ReduceFunction, is_waitable
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.reduction import FunctionReduction, HookReduction, Reduction
 from ppe_ddp.functions import average, broadcast
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import BroadcastFunction, CommHook, ReduceFunction
 
 _WIDTH, _ROWS, _EMBEDDED = 5, 2, 6
 # Rounding errors of the sum over ranks, of a second round, and of adding to what was in .grad.
@@ -92,9 +89,7 @@ def _reduction(plugs: Plugs, groups: Groups) -> Reduction:
 
 def _groups(*, split: bool) -> Iterator[ProcessGroup]:
     """The group of all ranks; if ``split``, also that of rank 0 alone or of all others."""
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    yield everyone
+    yield default_group()
     if split and dist.get_world_size() > 2:
         others = list(range(1, dist.get_world_size()))
         yield dist.new_group([0] if dist.get_rank() == 0 else others, use_local_synchronization=True)

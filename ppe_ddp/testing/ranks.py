@@ -26,17 +26,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from ppe_ddp.launchers import detect
-
-if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
 
 T = TypeVar("T")
 Call = tuple[list[str], bytes]
@@ -187,7 +185,7 @@ class ForkStarter(RankStarter):
                 yield process, ours
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Processes that run functions for tests, one for each rank, with a default process group.
 
     The first run starts the processes, each with one thread; later runs use them again. They meet through a file, not a
@@ -238,9 +236,6 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._groups = 0
         self._fresh_group_due = False
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -13,16 +13,24 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ppe_ddp.tracing.rank_record import COMPUTES, ENGINE, MESSAGES, PARTS, lanes, merged, summarize, without
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from ppe_ddp.engine.record import Span
-    from ppe_ddp.tracing.rank_record import Interval, Presence, RankRecord
+from ppe_ddp.engine.record import Span
+from ppe_ddp.tracing.rank_record import (
+    COMPUTES,
+    ENGINE,
+    MESSAGES,
+    PARTS,
+    Interval,
+    Presence,
+    RankRecord,
+    lanes,
+    merged,
+    summarize,
+    without,
+)
 
 
 class _Style(NamedTuple):
@@ -62,12 +70,9 @@ _MOST_ROWS, _MOST_STEPS = 60, 100
 
 
 def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
 def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **more: Any) -> None:
@@ -76,9 +81,6 @@ def _legend(figure: Any, entries: Sequence[tuple[str, str]], columns: int, **mor
     handles = [Patch(facecolor=colour, edgecolor="#999" if more else colour, label=word) for colour, word in entries]
     style = {"handlelength": 0.9, "handletextpad": 0.4, "columnspacing": 1.1, "borderpad": 0.2, **more}
     figure.legend(handles=handles, loc="outside upper left", ncols=columns, frameon=False, fontsize=_FONT, **style)
-
-
-# ---------------------------------------------------------------------- one step
 
 
 def draw_steps(panels: Mapping[str, Sequence[RankRecord]], path: Path) -> None:
@@ -217,9 +219,6 @@ def _texts(span: Span) -> list[str]:
         "node": [],
     }
     return texts.get(span.kind, [span.kind])
-
-
-# ---------------------------------------------------------------------- gradients
 
 
 def draw_presence(records: Sequence[RankRecord], path: Path) -> None:

@@ -27,32 +27,27 @@ import statistics
 import uuid
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import get_ident
 from time import perf_counter_ns, time_ns
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from torch.optim import optimizer as torch_optimizer
 
 from ppe_ddp.backends.group_internals import default_group, device_types, store_of
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.shared_memory.step_queue import StepParts
-from ppe_ddp.engine.record import EventLog, Span
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.record import EventLog, Recorder, RoundRecord, Span
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.launchers import detect
 from ppe_ddp.stragglers import LEAST_MS, SLOW
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
-    from pathlib import Path
-
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.record import Recorder, RoundRecord
 
 _ROUND_TRIPS = 16
 _FORMAT = "ppe_ddp timeline, version 1"
@@ -262,7 +257,6 @@ class Recording:
             self.clock = replace(self.clock, is_compared=False)
 
     def begin_step(self, optimizer: object, *_: object) -> None:
-        """Note the begin of an optimizer's step."""
         self._find_place()  # while there is a process group
         self._end_steps(optimizer)  # one that has raised, for which torch calls no hook
         self._steps[get_ident()].append((id(optimizer), perf_counter_ns()))

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppe_ddp.tracing.rank_record import COMPUTES, ENGINE, MESSAGES, RankRecord, lanes, record, summarize
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Generator, Iterator, Sequence
-
-    from ppe_ddp.engine.record import Span
-    from ppe_ddp.tracing.rank_record import ClockOffset, Recording, TimelineSummary
+from ppe_ddp.engine.record import Span
+from ppe_ddp.tracing.pictures import draw_presence, draw_steps
+from ppe_ddp.tracing.rank_record import (
+    COMPUTES,
+    ENGINE,
+    MESSAGES,
+    ClockOffset,
+    RankRecord,
+    Recording,
+    TimelineSummary,
+    lanes,
+    record,
+    summarize,
+)
 
 _NAMES = "rank-{}.json"
 # Readers of Chrome's format add up microseconds as floating-point numbers. Eighths are exact; with other fractions a
@@ -109,14 +117,9 @@ def draw(folder: Path, records: Sequence[RankRecord], *, pictures: bool) -> Time
     write_chrome_trace(records, folder / "timeline.json")
     (folder / "summary.txt").write_text(f"{summary}\n")
     if pictures:
-        from ppe_ddp.tracing.pictures import draw_presence, draw_steps
-
         draw_steps({"": records}, folder / "timeline.png")
         draw_presence(records, folder / "gradients.png")
     return summary
-
-
-# ---------------------------------------------------------------------- Chrome's format for traces
 
 
 def write_chrome_trace(records: Sequence[RankRecord], path: Path) -> None:

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
+from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
 from ppe_ddp.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from ppe_ddp.backends.cuda_device import CudaDevice
 
 _Kind: Any = ReduceOp.RedOpType
 
@@ -191,7 +188,6 @@ class PreparedCalls:
         return memory
 
     def call(self, name: str, tensors: tuple[Tensor, ...], count: int, *numbers: int) -> PreparedCalls:
-        """Add a call, unless ``count`` is 0."""
         if count:
             self.calls.append((name, tensors, (count, *numbers)))
         return self
@@ -222,10 +218,6 @@ class NcclCollectives:
 
     Tensors may be non-contiguous and empty; those of one collective are on one device. This rank's own arguments are
     checked. Sizes and dtypes must be the same on all ranks; NCCL does not check that.
-
-    Raises from any collective:
-        TypeError: NCCL has no such reduction, or the tensors are sparse or of different dtypes.
-        ValueError: The sizes of this rank's own arguments do not fit together.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -11,13 +11,25 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import Tensor, device
+from torch.distributed import Work
+from torch.futures import Future
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, NcclCollectives, PreparedCalls
+from ppe_ddp.backends.cupy_nccl.nccl_communicator import (
+    Communicator,
+    Communicators,
+    Members,
+    NcclCollectives,
+    PreparedCalls,
+)
+from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
 from ppe_ddp.backends.group import SUM, CollectiveGroup
 from ppe_ddp.backends.work import PythonWork
@@ -25,24 +37,17 @@ from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import progress_engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from datetime import timedelta
-
-    from torch import Tensor, device
-    from torch.distributed import Work
-    from torch.futures import Future
-
-    from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicator
-
 _NAME = "cupy_nccl"
 _NAP_SECONDS = 50e-6
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 
 
-def make_group(arguments: Any, library: Any) -> DeviceRoutedGroup:
+def make_group(arguments: Any, options: Any) -> DeviceRoutedGroup:
     """Make the group for torch: NCCL for CUDA tensors, gloo for those on the CPU."""
+    if options is not None:
+        raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")
+    library = load_nccl()
     gloo = group_over("gloo", arguments)  # it connects all ranks, and the first call may be one of some ranks
     makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: gloo}
     return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
@@ -253,15 +258,9 @@ class NcclOperation:
 
 
 class NcclWork(PythonWork):
-    """A collective or message under way on the device.
+    """A collective or message under way on device number ``index``; with ``blocks`` its ``wait()`` blocks the host.
 
-    Args:
-        operation: Its calls.
-        device: CUDA's interface.
-        index: The number of the device.
-        result: What ``result()`` returns.
-        blocks: ``wait()`` blocks the host, as for a barrier.
-        source: The sender of a received message, as a rank of the group; otherwise -1.
+    ``source`` is the sender of a received message, as a rank of the group; otherwise -1.
     """
 
     def __init__(
@@ -314,7 +313,6 @@ class NcclWork(PythonWork):
         return None
 
     def source_rank(self) -> int:
-        """The sender of a received message, as a rank of the group; otherwise -1."""
         return self._source
 
     _source_rank = source_rank
@@ -349,13 +347,7 @@ class Watchdog:
     NCCL has no timeout: it waits on the device, while the host goes on. So a thread looks for asynchronous errors of
     NCCL, and for calls that take longer than the timeout. If there is one, it aborts the group's communicators. The
     device then goes on with wrong numbers, and every later call and ``wait()`` of the group raises. It is not
-    guaranteed that no step is computed with these numbers in between.
-
-    Args:
-        communicators: Those of the group.
-        place: The rank and the group, for errors.
-        timeout: Seconds.
-        calls: The lock that is held while NCCL is called.
+    guaranteed that no step is computed with these numbers in between. The lock ``calls`` is held while NCCL is called.
     """
 
     def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:
@@ -376,7 +368,6 @@ class Watchdog:
             raise UnusableError(f"{self._place}: a call on a process group that was destroyed")
 
     def check_failed(self) -> None:
-        """Raise CommunicationError if the group has failed."""
         if self._error is not None:
             # A new one each time, as an exception keeps the traceback of each raise.
             raise CommunicationError(str(self._error)) from self._error
@@ -394,7 +385,6 @@ class Watchdog:
             self._thread.start()
 
     def forget(self, operation: NcclOperation) -> None:
-        """Remove an operation that could not be launched."""
         with suppress(ValueError):
             self._operations.remove(operation)
 

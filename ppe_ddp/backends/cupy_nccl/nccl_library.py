@@ -45,7 +45,6 @@ _DATATYPES = {
     torch.float8_e4m3fn: 10,
     torch.float8_e5m2: 11,
 }
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM, _PRODUCT, _MAX, _MIN, _AVERAGE = range(5)  # ncclRedOp_t
@@ -100,7 +99,7 @@ def reduction_of(dtype: torch.dtype, kind: Any) -> tuple[int, int, int]:
     """NCCL's datatype, the bytes of an element, and NCCL's operation, for a reduction (``ReduceOp.op``) of a dtype."""
     op = (_BOOL_OPS if dtype is torch.bool else _OPS).get(kind)
     sums = kind in (_Kind.SUM, _Kind.AVG)
-    view = torch.uint8 if dtype is torch.bool else _REAL.get(dtype, dtype) if sums else dtype
+    view = torch.uint8 if dtype is torch.bool else dtype.to_real() if sums else dtype
     if view not in _DATATYPES or op is None:
         raise TypeError(f"NCCL has no ReduceOp.{kind.name} of {dtype} tensors; convert them, or reduce them on the CPU")
     return _DATATYPES[view], view.itemsize, op

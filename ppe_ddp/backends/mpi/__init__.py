@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["MpiOptions"]
-
 
 @dataclass(frozen=True)
 class MpiOptions:

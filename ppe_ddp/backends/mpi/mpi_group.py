@@ -6,13 +6,15 @@ All parts of torch that use a process group work: DistributedDataParallel and it
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from os import getpid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 from torch import distributed as dist
 from torch.cuda import is_available, synchronize
+from torch.distributed import Work
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
@@ -25,11 +27,6 @@ from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.waiting import network_thread, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from torch.distributed import Work
 
 _FEWEST_TAGS = 32767  # every MPI allows tags up to this number
 
@@ -81,27 +78,13 @@ def _check_world(rank: int, size: int) -> None:
 class MpiProcessGroup(PendingGroup):
     """A group over one MPI communicator. It is made by torch.distributed.
 
-    Attributes:
-        pg_options: The options of the group, from which similar groups can be made.
-
-    No call waits inside MPI. A collective with ``async_op=True``, or a message, begins in the call. It advances in
-    every call and wait of this backend, on any group; on several nodes, or with ``MpiOptions(thread=True)``, also on a
-    thread. All ranks of a group call the same collectives in the same order, with the same sizes and dtypes. The order
-    of collectives on different groups is free. An error for different sizes is not guaranteed: MPI may compute wrong
-    numbers, or the wait ends at the timeout.
-
-    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of MPI, a timeout). The group cannot be used after that. An interrupt (Ctrl-C) gives the
-    group up if it comes while this rank does its part; else the collective is still in flight.
+    No call waits inside MPI. On several nodes, or with ``MpiOptions(thread=True)``, calls also advance on a thread. An
+    error for different sizes is not guaranteed: MPI may compute wrong numbers, or the wait ends at the timeout. An
+    interrupt (Ctrl-C) gives the group up if it comes while this rank does its part; else the collective is still in
+    flight.
 
     Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. Dtypes that MPI cannot
     sum (float16, bfloat16, float8) are summed in float32 and rounded once.
-
-    Raises from any collective:
-        CommunicationError: MPI reports an error, a rank did not come in time, or has given the group up.
-        TypeError: The operation is not defined for the dtype, or the tensors are sparse.
-        ValueError: The sizes of this rank's own arguments do not fit together.
-        UnusableError: The group was destroyed.
     """
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:

@@ -15,7 +15,9 @@ import socket
 import sys
 import textwrap
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from datetime import timedelta
+from types import TracebackType
 from urllib.parse import parse_qs, urlparse
 
 from mpi4py import MPI
@@ -24,11 +26,6 @@ from torch.distributed import default_pg_timeout
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import each_process, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import timedelta
-    from types import TracebackType
 
 _NAP_SECONDS = 0.002
 _FORWARD_SECONDS = 0.1  # for the launcher to forward the traceback before it reports the abort
@@ -49,7 +46,7 @@ class _JobHooks:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._exit_comm: MPI.Intracomm | None = None
+        self.exit_comm: MPI.Intracomm | None = None  # of the barrier at the exit
         self._code = 0
         self._report = sys.excepthook
         sys.excepthook = self._end_all
@@ -57,10 +54,6 @@ class _JobHooks:
         # ``python -m mpi4py`` calls this with the code of a SystemExit
         MPI._set_abort_status = self._note_exit_code  # type: ignore[assignment]
         atexit.register(self._wait_at_exit)
-
-    def prepare_exit_barrier(self) -> None:
-        if self._exit_comm is None:
-            self._exit_comm = MPI.COMM_WORLD.Dup()
 
     def _end_all(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """Print an uncaught exception, then end all ranks, which would wait for this one."""
@@ -82,7 +75,7 @@ class _JobHooks:
 
     def _wait_at_exit(self) -> None:
         """Wait at a normal exit for ranks that still work, without using a core as MPI_Finalize does."""
-        if self._exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
+        if self.exit_comm is None or os.getpid() != self._pid or MPI.Is_finalized():
             return
         if self._code:
             world = MPI.COMM_WORLD
@@ -91,7 +84,7 @@ class _JobHooks:
                 file=sys.stderr,
             )
             _abort(self._code)
-        request = self._exit_comm.Ibarrier()
+        request = self.exit_comm.Ibarrier()
         progress_engine(self._pid).wait_until(request.Test, nap=_NAP_SECONDS)  # other ranks may need this one's part
 
 
@@ -106,12 +99,11 @@ def install_job_hooks(*, together: bool = False) -> None:
     passes an uncaught SystemExit neither to ``sys.excepthook`` nor to ``atexit``, so nothing in the process can tell it
     from a normal exit.
 
-    Args:
-        together: Whether every rank of MPI's world makes this call. Only then can the exit wait for all ranks.
+    The exit can wait for all ranks only if every rank of MPI's world makes this call with ``together``.
     """
     job = _job_hooks()
-    if together:
-        job.prepare_exit_barrier()
+    if together and job.exit_comm is None:
+        job.exit_comm = MPI.COMM_WORLD.Dup()
 
 
 _job_hooks = each_process(_JobHooks)
@@ -130,10 +122,7 @@ def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]
 
     Rank 0 serves the store on a free port: on the loopback interface if all ranks are on one machine, else on all
     interfaces. It sends its address to the other ranks over MPI. ``url`` is ``mpi://``, with a ``rank`` or
-    ``world_size`` in its query if the user gave them.
-
-    Returns:
-        The store, this process's rank and the number of ranks, both MPI's.
+    ``world_size`` in its query if the user gave them. Returns the store, and MPI's rank and number of ranks.
 
     Raises:
         CommunicationError: The launcher belongs to another MPI library.

@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -26,10 +27,7 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.waiting import progress_engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Buffer = tuple[MPI.buffer, int, MPI.Datatype]
+Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
 _DATATYPES = {
     torch.uint8: MPI.UINT8_T,
@@ -85,11 +83,9 @@ class MpiCall:
 
 
 class MpiMessage:
-    """A message over MPI.
+    """A message over MPI; ``request`` returns its MPI request, or None as long as it cannot be started.
 
-    Args:
-        request: Returns its MPI request, or None as long as it cannot be started.
-        start_in_turn: Starts this message, and others, as far as their order allows.
+    ``start_in_turn`` starts this message, and others, as far as their order allows.
     """
 
     def __init__(

@@ -10,25 +10,20 @@ torch has no such collective. Compressors use it, for which each node is one ran
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
+from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import NodeSumStep
-from ppe_ddp.backends.work import Steps, WireCall, Work
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import InFlight, ProgressEngine
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.backends.work import Waits, WireCall, Work, one_call
+from ppe_ddp.waiting import InFlight, ProgressEngine
 
 _Kind: Any = ReduceOp.RedOpType
 _SUM = _Kind.SUM
@@ -118,11 +113,8 @@ class SliceLink:
         return not self._calls
 
     def _begin(self, what: str, start: Callable[[], InFlight]) -> Work:
-        def steps() -> Steps:
-            yield start()
-
         self._waits.check(what)
-        call = WireCall(f"{what} between nodes", self._waits, steps(), is_queued=True)
+        call = WireCall(f"{what} between nodes", self._waits, one_call(start), is_queued=True)
         with self._progress.lock:
             call.start()
             self._calls.append(call)

@@ -10,11 +10,8 @@ the nodes. There are as many slices as the largest node has ranks, so that the l
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
 
 _LINE_BYTES = 64
 
@@ -28,7 +25,6 @@ class NodeLayout:
 
     @classmethod
     def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:
-        """The layout of ranks whose nodes have these names."""
         ranks: dict[Hashable, list[int]] = {}
         for other, name in enumerate(names):
             ranks.setdefault(name, []).append(other)
@@ -40,7 +36,6 @@ class NodeLayout:
 
     @property
     def local_rank(self) -> int:
-        """The index of this rank in :attr:`local`."""
         return self.local.index(self.rank)
 
     @property
@@ -52,13 +47,8 @@ class NodeLayout:
         return sum(map(len, self.nodes))
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether any node has several ranks."""
-        return self.slices > 1
-
-    @property
     def slices(self) -> int:
-        """The number of slices of a tensor."""
+        """The most ranks of a node."""
         return max(map(len, self.nodes))
 
     def owners(self, index: int) -> tuple[int, ...]:

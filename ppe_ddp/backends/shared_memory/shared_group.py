@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import overlap
+from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import (
@@ -26,22 +28,16 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     TOKEN_BYTES,
     Address,
     ControlPage,
+    SharedMemory,
     control_pages,
     node_name,
     shared_memory,
 )
-from ppe_ddp.backends.shared_memory.shared_steps import supports
+from ppe_ddp.backends.shared_memory.shared_steps import Step, supports
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
 from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from ppe_ddp.backends.mpi import MpiOptions
-    from ppe_ddp.backends.shared_memory.shared_reservation import SharedMemory
-    from ppe_ddp.backends.shared_memory.shared_steps import Step
-    from ppe_ddp.backends.shm import ShmOptions
-    from ppe_ddp.backends.work import Work
+from ppe_ddp.backends.shm import ShmOptions
+from ppe_ddp.backends.work import Work
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -56,12 +52,10 @@ _REASON_BYTES = 200
 class SharedMemoryGroup:
     """All-reduces of large tensors, and with ``options.shared_parts`` reduce-scatters and all-gathers.
 
-    All ranks make it together.
-
-    Args:
-        is_enabled: Whether collectives may go through shared memory.
-        two_level_bytes: In a group of several nodes smaller collectives go by messages.
+    All ranks make it together. In a group of several nodes collectives below ``two_level_bytes`` go by messages.
     """
+
+    _memory: SharedMemory  # of this process, where there is a ``queue``
 
     def __init__(
         self, link: SharedLink, options: MpiOptions | ShmOptions, *, is_enabled: bool, two_level_bytes: int
@@ -77,7 +71,6 @@ class SharedMemoryGroup:
         self.queue: StepQueue | None = None
         # Runs reductions in which the caller exchanges between nodes; None on one node, or without shared memory.
         self.hierarchy: Hierarchy | None = None
-        self._memory: SharedMemory | None = None
         if link.size > 1 and is_enabled:
             try:
                 self._connect()
@@ -117,7 +110,7 @@ class SharedMemoryGroup:
         self.nodes = layout.nodes if len(layout.nodes) > 1 and not reasons else ()
         nodes = {address.node for address, _ in addresses} - {bytes(TOKEN_BYTES)}
         is_expected = not reasons or len(nodes) == link.size
-        if not layout.shares_memory:
+        if layout.slices == 1:
             reasons.append("every rank is alone on its node")
         if own is None or reasons:
             _log_reasons(link.waits.place, reasons, is_expected=is_expected)
@@ -135,7 +128,6 @@ class SharedMemoryGroup:
             self.hierarchy = Hierarchy(layout, own, queue, link)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        assert self._memory is not None
         return self._memory.allocate(numel, dtype)
 
     def close(self) -> None:
@@ -208,7 +200,6 @@ class SharedMemoryGroup:
         return all_gather_steps(rows, share, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        assert self._memory is not None
         return self._memory.position(tensor) >= 0
 
     def _elements(self, is_lasting: bool, *tensors: Tensor) -> list[Tensor]:
@@ -216,7 +207,6 @@ class SharedMemoryGroup:
         flat = [tensor.detach().view(-1).view(_real(tensor.dtype)) for tensor in tensors]
         if not is_lasting:
             return flat
-        assert self._memory is not None
         return [self._memory.view_of(tensor) for tensor in flat]
 
     def _admits(self, whole: Tensor, kind: Any) -> bool:
@@ -281,6 +271,4 @@ def _exchange(link: SharedLink, reason: str) -> list[str]:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which elements are reduced: a complex number counts as two real ones, a bool as a byte."""
-    if dtype is torch.bool:
-        return torch.uint8
-    return dtype.to_real() if dtype.is_complex else dtype
+    return torch.uint8 if dtype is torch.bool else dtype.to_real()

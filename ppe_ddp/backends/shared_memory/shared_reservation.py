@@ -26,17 +26,13 @@ import struct
 import threading
 import weakref
 from bisect import insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ppe_ddp.waiting import each_process
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 TOKEN_BYTES = 16
 
@@ -68,7 +64,6 @@ class Address:
 
     @classmethod
     def unpacked(cls, packed: bytes | bytearray) -> tuple[Address, int]:
-        """Unpack the result of :meth:`packed`."""
         pid, descriptor, nbytes, position, token, node = _ADDRESS.unpack(packed)
         return cls(pid, descriptor, nbytes, token, node), position
 
@@ -139,7 +134,7 @@ class SharedMemory:
         with self._lock:
             while self._given_back:  # filled by finalizers, which may run at any time, also here
                 insort(self._free, self._given_back.pop())
-            self._free = _joined(self._free)
+            self._free = joined_ranges(self._free)
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= nbytes:
                     self._free[index] = (start + nbytes, stop)
@@ -167,12 +162,7 @@ def shared_memory() -> SharedMemory:
 
 
 class ControlPage:
-    """The control page of one rank for one group. It is made before that rank can leave the group.
-
-    Attributes:
-        space: The reservation of that rank.
-        position: The position of the page in it.
-    """
+    """One rank's control page for one group, in the reservation ``space`` of that rank; made before it can leave."""
 
     def __init__(self, space: mmap.mmap, position: int) -> None:
         page = memoryview(space)[position : position + mmap.PAGESIZE].cast("q")
@@ -289,8 +279,8 @@ def _whole_pages(nbytes: int) -> int:
     return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent ones of sorted ranges, and drop empty ones."""
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join adjacent ones of sorted ranges, each with its start and stop, and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

@@ -11,18 +11,15 @@ only if a rank publishes another place.
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
-
-if TYPE_CHECKING:
-    import mmap
-    from array import array
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
 
 _DTYPES = (
     torch.float32,
@@ -87,9 +84,7 @@ class Scratch:
 class Step(ABC):
     """One piece of a collective. It has no state of a run, so several runs may be in flight at once.
 
-    Args:
-        local: This rank's tensor, of the same size and dtype on every rank.
-        is_shared: Whether ``local`` lies in shared memory.
+    This rank's tensor ``local``, which may lie in shared memory, has the same size and dtype on every rank.
     """
 
     name: int
@@ -187,11 +182,9 @@ class RowsStep(Step):
 
 
 class ReduceScatterStep(RowsStep):
-    """A sum of rows over the ranks; each rank gets its own row.
+    """A sum of ``rows`` (size x columns, each row contiguous) over the ranks; each rank gets its own row.
 
-    Args:
-        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
-        rows: (size x columns), each row contiguous.
+    It is written to ``result``, 1-D, which may be that row of ``rows``.
     """
 
     name = 1
@@ -221,12 +214,9 @@ class ReduceScatterStep(RowsStep):
 
 
 class AllGatherStep(Step):
-    """An all-gather: each rank copies the tensors of all ranks.
+    """An all-gather: each rank copies the tensors of all ranks to ``rows`` (size x columns, each row contiguous).
 
-    Args:
-        rows: The output: (size x columns), each row contiguous.
-        share: This rank's tensor, 1-D; it may be this rank's row.
-        is_shared: Whether ``share`` lies in shared memory.
+    This rank's tensor is ``share``, 1-D, which may be this rank's row, and lie in shared memory.
     """
 
     name = 2

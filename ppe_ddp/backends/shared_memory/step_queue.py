@@ -16,33 +16,25 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, repeat
 from operator import itemgetter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
-from ppe_ddp.backends.shared_memory.two_level_steps import TwoLevelStep, WireMemory
-from ppe_ddp.backends.work import Work
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
+from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
+from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, Step, describe_record
+from ppe_ddp.backends.shared_memory.two_level_steps import Crossing, TwoLevelStep, WireMemory
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.backends.work import Waits, Work
 from ppe_ddp.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
-    from ppe_ddp.backends.shared_memory.shared_steps import Step
-    from ppe_ddp.backends.shared_memory.two_level_steps import Crossing
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.backends.work import Waits
-    from ppe_ddp.waiting import ProgressEngine
+from ppe_ddp.waiting import ProgressEngine
 
 # The layout of a control page, in words of int64.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
@@ -68,12 +60,7 @@ class StepParts:
 
 
 class LaunchedStep:
-    """One run of a step.
-
-    Args:
-        number: The number of the step in the group, from 1.
-        tensors: Tensors that must not be freed before all ranks have done their part.
-    """
+    """One run of a step, the group's ``number``-th; keeps ``tensors`` alive until all ranks have done their part."""
 
     __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
 

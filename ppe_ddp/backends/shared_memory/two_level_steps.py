@@ -25,33 +25,30 @@ would otherwise change gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
     ReduceScatterStep,
+    Region,
     RowsStep,
+    Scratch,
     Step,
     columns,
     divide,
     pieces,
     sum_up,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-    from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch
-    from ppe_ddp.backends.wire import Wire
-    from ppe_ddp.waiting import InFlight
+from ppe_ddp.backends.wire import Wire
+from ppe_ddp.waiting import InFlight
 
 _Kind: Any = ReduceOp.RedOpType
 # The dtypes that are sent: half precision is rounded once, at the end, and transports need not support int16.
@@ -183,11 +180,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
 class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
     """A sum of rows over the ranks of several nodes; each rank gets its own row.
 
-    A row is sent by the link of the first slice that its rank owns.
-
-    Args:
-        result: The tensor for this rank's row, 1-D; it may be that row of ``rows``.
-        rows: (size x columns), each row contiguous.
+    A row is sent by the link of the first slice that its rank owns. Arguments are those of :class:`ReduceScatterStep`.
     """
 
     def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
@@ -242,13 +235,8 @@ class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
     """An all-gather over the ranks of several nodes.
 
     A rank publishes the rows of its output, into which the other ranks of its node write. A share is sent by the link
-    of the first slice that its rank owns.
-
-    Args:
-        rows: The output: (size x columns), each row contiguous.
-        share: This rank's tensor, 1-D; it may be this rank's row.
-        layout: The nodes.
-        is_shared: Whether ``rows`` lie in shared memory.
+    of the first slice that its rank owns. Arguments are those of :class:`AllGatherStep`; ``is_shared`` tells of
+    ``rows``, not of ``share``.
     """
 
     name = AllGatherStep.name
@@ -326,7 +314,6 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         self.is_over_nodes = False  # whether the caller has replaced the sums by the results
 
     def done(self) -> bool:
-        """Whether the caller has done its part."""
         return self.is_over_nodes
 
     def block(self) -> None:
@@ -418,7 +405,6 @@ def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
 
 
 def _spread(wire: Tensor, views: Sequence[Tensor]) -> None:
-    """Write ``wire`` into each of ``views``."""
     for source, *targets in columns(wire, *views):
         for target in targets:
             target.copy_(source)

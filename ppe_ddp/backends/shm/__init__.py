@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["ShmOptions"]
-
 _FEW_RANKS, _MANY_RANKS = 16, 64
 _DIRECT_BYTES = 4096
 

@@ -6,25 +6,21 @@ import atexit
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import UNSENT_TAG, abort_of_gloo, source_of
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import each_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch.distributed import Work
 
 CLOSING_THREAD = "ppe_ddp-close"
 _COMPLETING_SECONDS = 5.0

@@ -6,12 +6,14 @@ All parts of torch that use a process group work: DistributedDataParallel and it
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, group_over
@@ -23,26 +25,15 @@ from ppe_ddp.backends.shm.gloo_wire import GlooWire
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch.distributed import ProcessGroup
-
 _MORE_TIME = timedelta(seconds=60)  # added to gloo's timeout, whose error names no rank and ends its connections
 _SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does not wait for what it receives
 
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
-    """Make a group; only its ranks must call this, together.
+    """Make a group; only its ranks must call this, together. Errors are those of the backend mpi4py.
 
     If the user wants other backends for some devices (``"cpu:shm,cuda:nccl"``), the group holds an inner group for
     each.
-
-    Raises:
-        CommunicationError: Not all ranks have come within the group's timeout.
-        DisagreementError: The ranks have different options.
-        TypeError: ``options`` are those of another backend.
-        TorchChangedError: torch does not show the backends of the group.
     """
     if options is not None and not isinstance(options, ShmOptions):
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
@@ -61,23 +52,8 @@ class ShmProcessGroup(PendingGroup):
     Ranks of one node run all-reduces (sums, means and maxima) in shared memory; with ``ShmOptions.shared_parts`` also
     reduce-scatters and all-gathers. Other collectives go by gloo. If memory cannot be shared, everything goes by gloo:
     between nodes, in isolated containers, under some limits. The ranks agree on that when the group is made. If ranks
-    of one node cannot share memory, each rank warns once of the reason.
-
-    Attributes:
-        pg_options: The options of the group, from which similar groups can be made.
-
-    A collective with ``async_op=True`` begins in the call. It advances in every call and wait of this backend, on any
-    group, and on a thread while this process makes no such call. All ranks of a group call the same collectives in the
-    same order, with the same sizes and dtypes. The order of collectives on different groups is free.
-
-    Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
-    (``abort()``, an error of gloo, a timeout). The group cannot be used after that.
-
-    Raises from any collective:
-        CommunicationError: gloo reports an error, a rank did not come in time, or has given the group up.
-        TypeError: The operation is not defined for the dtype, or the tensors are sparse or not on CPU.
-        ValueError: The sizes of this rank's own arguments do not fit together.
-        UnusableError: The group was destroyed, or belongs to the process that this one was forked from.
+    of one node cannot share memory, each rank warns once of the reason. Collectives also advance on a thread while this
+    process makes no call of the backend.
     """
 
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
