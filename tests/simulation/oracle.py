@@ -344,8 +344,7 @@ class Oracle:
                     fitting.append(
                         {Zeroing.NOTHING: earlier[name], Zeroing.TO_NONE: there_before}.get(zeroing, cleared)
                     )
-                # A rank may die behind the averages, where tokens are summed.
-                if error is None or several or (is_fatal and program.wrapping.is_megatron):
+                if error is None or several:
                     fitting.append(got if program.wrapping.compressor is not None else means[name])
                 if is_clear and result.is_exact and not any(_same(got, one, exact=self.is_exact) for one in fitting):
                     texts = [None if one is None else one.tolist() for one in (got, own[name])]
