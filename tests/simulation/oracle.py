@@ -172,7 +172,8 @@ class Oracle:
                 self._check_join()
         for rank, loaded in enumerate(self.run.loaded):
             if None not in (loaded, self.run.loaded[0]):
-                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], self.run.loaded[0][0]))
+                saved, _ = loaded if self.is_torn else self.run.loaded[0]  # what differs is saved by each rank
+                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], saved))
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
