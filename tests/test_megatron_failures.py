@@ -156,6 +156,28 @@ def test_who_is_interrupted_when_all_have_come_is_told_of_at_the_next_sum():
     assert ("were complete" in said.getvalue()) == (dist.get_rank() == 0)
 
 
+@on_two_ranks
+def test_a_rank_that_cannot_count_its_tokens_is_named_and_no_rank_has_averages_of_that_step():
+    """Unless they were waited for before. The next step works."""
+    rank, module = dist.get_rank(), Marked([])
+    model = DistributedDataParallel(PerToken(), DistributedDataParallelConfig(), module)
+    for step in range(5):
+        is_lost, is_waited_for = step % 2 == 1, step == 3
+        model.zero_grad_buffer()
+        model(1.0 + rank).backward()
+        if is_waited_for:
+            model.start_grad_sync()
+        tokens = torch.ones(1, device="meta" if is_lost and rank else "cpu")
+        if not is_lost:
+            finalize_model_grads([model], tokens)
+        else:
+            with pytest.raises((TypeError, RuntimeError) if rank else PeerAbortedError, match="meta") as caught:
+                finalize_model_grads([model], tokens)
+            assert rank or (caught.value.rank, caught.value.is_final) == (1, False)
+        grad = 1.5 if not is_lost else 3.0 if is_waited_for else 1.0 + rank
+        assert module.of_interest.main_grad.tolist() == [grad] * 12
+
+
 class Boom(Exception):
     """What one rank alone raises."""
 

@@ -50,3 +50,22 @@ def test_who_comes_to_a_group_that_another_rank_has_left_is_told_at_once():
         make(0)
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(make, (0, 1))) == [2, 2]
+
+
+def test_who_comes_to_a_group_is_told_which_rank_another_one_has_lost():
+    store = dist.HashStore()
+
+    def make(rank):
+        arguments = SimpleNamespace(store=store, group_rank=rank, group_id="lost", timeout=timedelta(seconds=20))
+        return await_members(arguments, [0, 1, 2], None, WrittenKeys(store))
+
+    def lose():
+        error = CommunicationError("rank 2 has died")
+        error.ranks = (2,)
+        raise error
+
+    with looking(lose), pytest.raises(CommunicationError):
+        make(1)
+    with pytest.raises(CommunicationError, match=r"has failed .*rank 2 has died") as told:
+        make(0)
+    assert told.value.ranks == (2,)

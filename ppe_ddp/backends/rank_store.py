@@ -290,8 +290,9 @@ class Meeting:
         end the wait. With ``may_leave`` a rank may end after it has come.
 
         Returns:
-            The outcome. A refusal has three items: the list of absent ranks; the text of the error that has ended the
-            wait of the rank that refused, or empty; and whether that error is its own, not a report of lost ranks.
+            The outcome. A refusal has three items: the list of absent ranks, of those that are lost, or of the one that
+            refused; the text of the error that has ended its wait, or empty; and whether that error is its own, not a
+            report of lost ranks.
         """
         found: list[MeetingOutcome] = []
 
@@ -309,7 +310,8 @@ class Meeting:
         except BaseException as error:  # even an interrupt, so that the other ranks do not wait for this one
             with suppress(RuntimeError):  # the store may be gone
                 is_own = not isinstance(error, CommunicationError)
-                outcome = self.refuse([[self._rank], f"{type(error).__name__}: {error}", is_own])
+                lost = getattr(error, "ranks", None) or [self._rank]
+                outcome = self.refuse([lost, f"{type(error).__name__}: {error}", is_own])
                 if may_leave and outcome.words and not is_own:
                     return outcome
             raise
@@ -355,12 +357,13 @@ def await_members(arguments: Any, ranks: Sequence[int], options: object, store: 
     outcome = meeting(turn).words(with_what, _look_at_members.get(), seconds)
     group = f"group {arguments.group_id!r} of ranks {list(ranks)}"
     if not outcome.words:
-        others, reason, _ = outcome.refusal
+        others, reason, is_own = outcome.refusal
         others = [other for other in others if other != place]
         absent = ", ".join(str(ranks[other]) for other in others) or "that came too late"
         waited = f"has waited for the group's timeout of {seconds:g} s: rank {absent} did not make it"
+        failed = f"has failed on rank {absent} ({reason})" if is_own else f"has failed ({reason})"
         raise outcome.error(
-            f"rank {ranks[place]}: making {group} {f'has failed on rank {absent} ({reason})' if reason else waited}. "
+            f"rank {ranks[place]}: making {group} {failed if reason else waited}. "
             "Where only its ranks make a group (use_local_synchronization=True), torch names it by how many groups a "
             "process has, or has tried to make, so that must be equally many on each; else all ranks of the job call "
             "new_group()",

@@ -257,24 +257,24 @@ class Groups:
 
     def _renewal_error(self, error: BaseException) -> BaseException:
         """The error to raise in place of ``error``, which :meth:`renewing` has met."""
-        what = "connecting the ranks again after a failure"
         if not isinstance(error, Exception) or isinstance(error, PeerAbortedError | UnusableError):
             return error
         if not self._is_agreed:
             # A DistError comes from the store, which has gone with the rank that served it.
-            return self.explained(error, what) if isinstance(error, dist.DistError) else error
+            return self.explained(error, "connecting the ranks again") if isinstance(error, dist.DistError) else error
         with contextlib.suppress(dist.DistError, CommunicationError):
             if others := self.failures.of_others():  # a rank that had connected has failed and closed its end
                 return self.failures.error(others)
         if isinstance(error, CommunicationError) and error.reason and error.ranks and not error.is_final:
             # That rank has not reported it yet.
             return self.failures.error([Failure(error.ranks[0], self.step + 1, "begun", error.reason)])
+        lost = self._lost.behind((isinstance(error, CommunicationError) and error.ranks) or ())
+        if any(one.is_gone for one in lost):  # of which another rank may have told, in words only
+            return self.failures.lost_error(lost, _NOT_CONNECTED)
         failed = CommunicationError(
-            f"rank {self.rank} of {self.world_size}: {what} did not succeed: {error}. Every rank must go on with its "
-            "next step"
+            f"rank {self.rank}: {_NOT_CONNECTED}: {error}. Every rank must go on with its next step"
         )
-        if isinstance(error, CommunicationError):
-            failed.__dict__.update(error.__dict__)
+        failed.__dict__.update(error.__dict__)
         return failed
 
     @property

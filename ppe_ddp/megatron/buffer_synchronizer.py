@@ -10,19 +10,21 @@ one order that is the same on every rank. So no rank waits in one group for a ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed as dist
 
+from ppe_ddp.contracts import probe
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import Completion, ResultSteps, Steps
-from ppe_ddp.engine.failures import aborted_error, reason_of
+from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, run
+from ppe_ddp.engine.failures import FINALIZE, aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
@@ -107,6 +109,7 @@ class BufferSynchronizer(Synchronizer):
         self._pending_results: Completion | None = None
         self._unfinished: Backward | None = None
         self._holds_averages = False
+        self._numbers: list[Tensor] = []
         self.is_sent = False
 
     def __del__(self) -> None:
@@ -401,9 +404,12 @@ class BufferSynchronizer(Synchronizer):
                 yield from second.finish()
         statuses = [g.dropped_forwards.unpack(outcome.statuses) for g, outcome in zip(groups, outcomes, strict=True)]
         yield from self._collect_errors(statuses, aborted_here=backward.aborted)
+        last = Activity.DONE
         if any(map(any, statuses)):
             self.put_back(backward)  # all ranks drop the step
         else:
+            last = Activity.SUMMED if self._numbers else last
+            yield from self._sum_numbers()
             # A scaler skips the step of an optimizer that has parameters of both groups.
             is_finite = all(group.comm_state.is_empty for group in groups)
             is_finite = is_finite or all([group.reduction.has_finite_averages() for group in groups])
@@ -415,7 +421,43 @@ class BufferSynchronizer(Synchronizer):
             self._holds_averages = True
         backward.recorder.done_at = perf_counter_ns()
         for group in groups:
-            group.groups.note(Activity.DONE)
+            group.groups.note(last)
+
+    @contextmanager
+    def completed_by(self, numbers: Sequence[Tensor]) -> Generator[None, None, None]:
+        """A context for waiting for results, in which ``numbers`` are summed before averages are written.
+
+        So a rank that fails in these sums fails in the step, which all ranks drop. Results that were waited for earlier
+        are in ``main_grad`` already, and remain there if these sums fail.
+        """
+        self._numbers = list(numbers) if self.groups[0].world_size > 1 else []
+        try:
+            yield
+            if self._numbers:
+                self._sum_late()
+        finally:
+            self._numbers = []
+
+    def _sum_late(self) -> None:
+        groups = self.groups[0]
+        try:
+            run(self._sum_numbers())
+        except BaseException as error:
+            self.knows_of_failure = True
+            instead = groups.fail(error, FINALIZE)
+            if instead is None:
+                raise
+            raise instead from error
+        groups.note(Activity.SUMMED)
+
+    def _sum_numbers(self) -> Steps:
+        groups = self.groups[0]
+        while self._numbers:
+            groups.note(Activity.SUM)
+            number = self._numbers.pop()
+            pending = dist.all_reduce(number, group=groups.buckets, async_op=True)
+            yield probe(pending)
+            groups.failures.wait(pending, number.device)
 
     def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> Steps:
         """Keep the error in ``statuses``, which have one byte a rank for each reduction group."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
-from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
@@ -119,7 +118,11 @@ def finalize_model_grads(
     is_own = groups is None or groups == chunks[0].groups
     parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with _together(chunks, parallel), parallel.step(), torch.no_grad():
-        _finish(chunks, force_all_reduce=force_all_reduce)
+        routers = _updated_routers(chunks, config)
+        counts = torch.cat([one.local_tokens_per_expert.reshape(-1) for one in routers]) if routers else None
+        numbers = [one for one in (counts, num_tokens) if one is not None]
+        with chunks[0].gradient_buffers.completed_by([] if parallel.group("data") else numbers):
+            _finish(chunks, force_all_reduce=force_all_reduce)
         plan = {
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
             "pipeline": _over_pipeline(chunks),
@@ -133,11 +136,10 @@ def finalize_model_grads(
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:
                 _sum(shared, parallel, groups_of_name)
-        with _completing(_data(chunks, parallel) if sums and parallel.group("data") is None else None):
-            updates = _router_updates(chunks, config, parallel)
-            total = 0.0 if num_tokens is None else _total(chunks, num_tokens, parallel)
+        _sum_numbers(counts, num_tokens, parallel)
         parallel.confirm()
-        _update_routers(chunks, config, updates)
+        _update_routers(chunks, config, routers, counts)
+        total = 0.0 if num_tokens is None else float(num_tokens.item())
         for chunk in chunks if total > 0 else ():
             chunk.scale_gradients(1.0 / total)
 
@@ -152,21 +154,6 @@ def _together(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel
             _end_step(chunks, is_taken=False)
         raise
     _end_step(chunks, is_taken=True)
-
-
-@contextmanager
-def _completing(own: Groups | None) -> Generator[None, None, None]:
-    """A context for sums in the wrapper's ``own`` groups: a rank that fails next waits until all ranks have them."""
-    if own is None:
-        yield
-        return
-    own.note(Activity.SUM)
-    try:
-        yield
-    except BaseException:
-        own.note(Activity.DONE)  # this rank has its averages, and does not come to these sums any more
-        raise
-    own.note(Activity.SUMMED)
 
 
 def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> None:
@@ -291,31 +278,37 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
                 averaged[i] = 1
 
 
-def _router_updates(
-    chunks: Sequence[DistributedDataParallel], config: object, parallel: ModelParallel
-) -> list[tuple[Any, Tensor]]:
-    """Routers with directions for their experts: 1 for fewer tokens over all ranks than the mean, -1 for more."""
+def _sum_numbers(counts: Tensor | None, num_tokens: Tensor | None, parallel: ModelParallel) -> None:
+    """Sum over the ranks of a split model; where it is not split, the wrapper has summed over the data-parallel ranks.
+
+    The last pipeline stage has counted ``num_tokens``.
+    """
+    data, tensor, pipeline = map(parallel.group, ("data", "tensor", "pipeline"))
+    if counts is not None:
+        for groups in filter(None, (data, tensor)):
+            parallel.all_reduce(groups, counts)
+    if num_tokens is not None and pipeline is not None:
+        last, group = pipeline.world_size - 1, pipeline.buckets
+        parallel.communicate(
+            pipeline, lambda: dist.broadcast(num_tokens, group=group, group_src=last, async_op=True), num_tokens.device
+        )
+    if num_tokens is not None and data is not None:
+        parallel.all_reduce(data, num_tokens)
+
+
+def _updated_routers(chunks: Sequence[DistributedDataParallel], config: object) -> list[Any]:
     if not getattr(config, "moe_router_enable_expert_bias", False):
         return []
-    updated = [r for r in _routers(chunks) if r.training and not getattr(r, "frozen_expert_bias", False)]
-    if not updated:
-        return []
-    counts = torch.cat([router.local_tokens_per_expert.reshape(-1) for router in updated])
-    for groups in (_data(chunks, parallel), parallel.group("tensor")):
-        if groups is not None and groups.world_size > 1:
-            parallel.all_reduce(groups, counts)
-    sizes = [router.local_tokens_per_expert.numel() for router in updated]
-    return [
-        (router, torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias))
-        for router, tokens in zip(updated, counts.split(sizes), strict=True)
-    ]
+    return [one for one in _routers(chunks) if one.training and not getattr(one, "frozen_expert_bias", False)]
 
 
 def _update_routers(
-    chunks: Sequence[DistributedDataParallel], config: object, updates: Sequence[tuple[Any, Tensor]]
+    chunks: Sequence[DistributedDataParallel], config: object, updated: Sequence[Any], counts: Tensor | None
 ) -> None:
-    """Update the bias of routers, and set their counts to zero."""
-    for router, below in updates:
+    """Update the bias of routers by the ``counts`` of all ranks, and set their own counts to zero."""
+    sizes = [router.local_tokens_per_expert.numel() for router in updated]
+    for router, tokens in zip(updated, () if counts is None else counts.split(sizes), strict=True):
+        below = torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias)
         router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
     if getattr(config, "moe_router_enable_expert_bias", False):
         for router in _routers(chunks):
@@ -330,21 +323,3 @@ def _update_routers(
 def _routers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
     modules = (module for chunk in chunks for module in chunk.module.modules())
     return [module for module in modules if getattr(module, "expert_bias", None) is not None]
-
-
-def _data(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> Groups:
-    """The data-parallel groups; those of the wrapper if the model is not split."""
-    return parallel.group("data") or chunks[0].gradient_buffers.groups[0]
-
-
-def _total(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor, parallel: ModelParallel) -> float:
-    """The number of tokens of all data-parallel ranks, counted by the last pipeline stage; also in ``num_tokens``."""
-    pipeline, data = parallel.group("pipeline"), _data(chunks, parallel)
-    if pipeline is not None:
-        last, group = pipeline.world_size - 1, pipeline.buckets
-        parallel.communicate(
-            pipeline, lambda: dist.broadcast(num_tokens, group=group, group_src=last, async_op=True), num_tokens.device
-        )
-    if data.world_size > 1:
-        parallel.all_reduce(data, num_tokens)
-    return float(num_tokens.item())

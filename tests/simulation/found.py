@@ -65,6 +65,13 @@ def found(orders=5):
             _program(seed, ("here",) * 2, (Fault(0, 0, Where.HOOK, 0),), count=2, wrapping=Wrapping.MEGATRON),
             # A rank failed behind the sum of the tokens: others, still at that sum, dropped the step before.
             _program(seed, ("here",) * 3, (Fault(0, 1, Where.LOSS, 0),), wrapping=Wrapping.MEGATRON),
+            # A rank was interrupted before it had its averages: another one, at the sum of the tokens, kept its own.
+            _program(seed, ("",) * 2, (Fault(1, 0, Where.INTERRUPT, 8),), wrapping=Wrapping.MEGATRON_OVERLAP),
+            # ... at that sum: it gave the next step up, or the others waited for it where a checkpoint came between.
+            dataclasses.replace(
+                _program(seed, ("",) * 2, (Fault(1, 0, Where.INTERRUPT, 12),), wrapping=Wrapping.MEGATRON_OVERLAP),
+                saves=True,
+            ),
         ]
         programs += [
             # Who had heard of a failure from its data-parallel peers named itself to the others of its model.
@@ -105,6 +112,10 @@ def found(orders=5):
     # A rank was interrupted while the ranks connected again: the others took it for one that does not come any more.
     interrupted = (Fault(0, 0, Where.EARLY, 0), Fault(1, 1, Where.INTERRUPT, 56))
     programs += [dataclasses.replace(_program(0, ("",) * 3, interrupted), steps=(_STEP,) * 3)]
+    # A rank that had failed died while the ranks connected again: an error named the rank that had seen it.
+    for seed, number in ((4, 36), (11, 44), (14, 44)):
+        faults = (Fault(0, 0, Where.LOSS, 0), Fault(0, 1, Where.DIES, number))
+        programs += [_program(seed, ("here", "there", "here"), faults, overlap=False)]
     # A rank that failed in its backward cut off what it still received of an expert, after the step before.
     late = {"is_sharded": True, "gathers_late": True, "counts_tokens": True}
     faults = (Fault(2, 1, Where.BACKWARD, 0), Fault(3, 0, Where.SLOW, 79), Fault(0, 1, Where.EARLY, 0))

@@ -172,7 +172,8 @@ class Oracle:
                 self._check_join()
         for rank, loaded in enumerate(self.run.loaded):
             if None not in (loaded, self.run.loaded[0]):
-                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], self.run.loaded[0][0]))
+                saved, _ = loaded if self.is_torn else self.run.loaded[0]  # what differs is saved by each rank
+                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], saved))
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
@@ -344,8 +345,7 @@ class Oracle:
                     fitting.append(
                         {Zeroing.NOTHING: earlier[name], Zeroing.TO_NONE: there_before}.get(zeroing, cleared)
                     )
-                # A rank may die behind the averages, where tokens are summed.
-                if error is None or several or (is_fatal and program.wrapping.is_megatron):
+                if error is None or several:
                     fitting.append(got if program.wrapping.compressor is not None else means[name])
                 if is_clear and result.is_exact and not any(_same(got, one, exact=self.is_exact) for one in fitting):
                     texts = [None if one is None else one.tolist() for one in (got, own[name])]

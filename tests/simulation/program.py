@@ -144,9 +144,7 @@ class Program:
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
         # A save calls collectives in the user's group: where no connection tells of a death, that takes its timeout.
-        # So does a rank that was interrupted where Megatron's wrapper sums tokens, after the averages of all.
         saves = Random(f"saves {seed}").random() < _SAVING and not one.dying
-        saves &= not (wrapping.is_megatron and any(fault.where is Where.INTERRUPT for fault in faults))
         # A rank that ends wrappers one by one calls the hooks of what they share in each.
         can_hook = not (wrapping.is_megatron or (shares and (one.apart or wrapping is Wrapping.OPTIMIZER)))
         hooks = can_hook and Random(f"hooks {seed}").random() < _HOOKING
