@@ -342,19 +342,29 @@ class Reference:
             for parameter in parameters:
                 gradient = torch.empty_like(parameter).copy_(mean)
                 parameter.grad = gradient.to_sparse(1) if is_sparse else gradient
-        self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
+        self._give_buffers(self._written_buffers())
         return Expectation(means, scales, present, self._buffers)
 
-    def _written_buffer(self, name: str) -> Tensor:
-        """The buffer of the first rank that has written one of its submodule; of rank 0 where none has."""
-        owner, _, key = name.rpartition(".")
+    def _written_buffers(self) -> dict[str, Tensor]:
+        """Each buffer of the first rank that has written one of its submodule; of rank 0 where none has."""
+        writers: dict[str, nn.Module] = {}
+        found = {}
+        for name in self._buffers:
+            owner, _, key = name.rpartition(".")
+            if owner not in writers:
+                writers[owner] = self._writer(owner)
+            found[name] = writers[owner].get_buffer(key)
+        return found
+
+    def _writer(self, owner: str) -> nn.Module:
+        """The submodule ``owner`` of the first rank that has written one of its buffers; of rank 0 where none has."""
         modules = [module.get_submodule(owner) for module in self._sources()]
         prefix = f"{owner}." if owner else ""
         for module in modules:
             own = module.named_buffers(recurse=False)
             if any(not torch.equal(buffer, self._buffers[prefix + key]) for key, buffer in own):
-                return module.get_buffer(key)
-        return modules[0].get_buffer(key)
+                return module
+        return modules[0]
 
     def _sources(self) -> Sequence[nn.Module]:
         """The modules of the ranks that may send buffers."""
@@ -363,10 +373,13 @@ class Reference:
     def _give_buffers(self, values: dict[str, Tensor]) -> None:
         """Replace the buffers: a graph that is still to be gone through keeps those that it was made with."""
         self._buffers = {name: value.clone() for name, value in values.items()}
+        owners: dict[str, list[nn.Module]] = {}
         for name, value in values.items():
             owner, _, key = name.rpartition(".")
-            for module in self._copies:
-                setattr(module.get_submodule(owner), key, value.clone())
+            if owner not in owners:
+                owners[owner] = [module.get_submodule(owner) for module in self._copies]
+            for module in owners[owner]:
+                module._buffers[key] = value.clone()
 
 
 def _wide(tensor: Tensor) -> Tensor:

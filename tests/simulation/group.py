@@ -27,20 +27,16 @@ class _InFlight:
 
     def __init__(self, output):
         self.output = output
-        self._is_done = False
+        self.has_ended = False
         self._error = ""
 
     def end(self, error=""):
-        self._is_done, self._error, self.output = True, error, None
-
-    @property
-    def has_ended(self):
-        return self._is_done
+        self.has_ended, self._error, self.output = True, error, None
 
     def done(self):
         if self._error:
             raise CommunicationError(self._error)
-        return self._is_done
+        return self.has_ended
 
     def block(self):
         Scheduler.current.poll()
@@ -53,10 +49,12 @@ class _Collective:
         kind: What all ranks have to call alike: the name, the sizes and the root.
         sent: By rank, what it gives.
         parts: By rank, its part.
+        result: What all receive alike, since the first one has; None where each receives something else.
     """
 
     def __init__(self, kind):
         self.kind = kind
+        self.result = None
         self.sent = {}
         self.parts = {}
 
@@ -116,7 +114,7 @@ class _Channel:
         scheduler = Scheduler.current
         for rank in range(self.size):
             number = self.ended[rank]
-            if rank in self._delivering or number == self.begun[rank] or rank in self.dead:
+            if number == self.begun[rank] or rank in self._delivering or rank in self.dead:
                 continue
             missing = self._missing(self.calls[number], rank)
             if missing and not missing & Network.current.seen(self):
@@ -128,6 +126,8 @@ class _Channel:
 
     def _missing(self, call, rank):
         """The ranks without whose part the call cannot end on ``rank``."""
+        if len(call.sent) == self.size:
+            return set()
         name, _, root = call.kind
         needed = range(self.size) if name != "broadcast" else ([] if rank == root else [root])
         return set(needed) - call.sent.keys()
@@ -145,7 +145,10 @@ class _Channel:
             if gone or (lossy and scheduler.draw.random() < 0.5):
                 part.end(f"connection closed by peer {sorted(gone or lossy)}")
             else:
-                with torch.no_grad():
+                if torch.is_grad_enabled():
+                    with torch.no_grad():
+                        _finish(call, rank, part.output)
+                else:
                     _finish(call, rank, part.output)
                 part.end()
             scheduler.change(self.job_ranks[rank])
@@ -156,15 +159,18 @@ def _finish(call, rank, output):
     """Put the result of ``call`` where ``rank`` wants it."""
     name, _, detail = call.kind
     if name == "all_reduce":
-        total = call.sent[0].clone()
-        for other in range(1, len(call.sent)):
-            total = _OPERATIONS[detail](total, call.sent[other])
-        output.copy_(total)
+        if call.result is None:
+            call.result = call.sent[0]
+            for other in range(1, len(call.sent)):
+                call.result = _OPERATIONS[detail](call.result, call.sent[other])
+        output.copy_(call.result)
     elif name == "broadcast":
         if rank != detail:
             output.copy_(call.sent[detail])
     elif name == "all_gather":
-        output.copy_(torch.cat([call.sent[other] for other in range(len(call.sent))]))
+        if call.result is None:
+            call.result = torch.cat([call.sent[other] for other in range(len(call.sent))])
+        output.copy_(call.result)
     elif name == "all_to_all":
         parts = []
         for other in range(len(call.sent)):

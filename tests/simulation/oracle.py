@@ -69,9 +69,11 @@ class ExactReference(Reference):
         nothing = dict.fromkeys(self._parameters[0])
         copies = enumerate(self._copies)
         self.local = [nothing if rank in self.absent else copy.gradients() for rank, copy in copies]
-        self.given = [
-            {name: self._weighed(rank, one) for name, one in own.items()} for rank, own in enumerate(self.local)
-        ]
+        self.given = self.local
+        if self._totals:
+            self.given = [
+                {name: self._weighed(rank, one) for name, one in own.items()} for rank, own in enumerate(self.local)
+            ]
         means, share = {}, 1.0 / len(self.local)
         for name, own in self._parameters[0].items():
             given = [table[name] for table in self.given]
@@ -95,7 +97,7 @@ class ExactReference(Reference):
             is_sparse = any(parameter.grad is not None and parameter.grad.is_sparse for parameter in present)
             for parameter in present:
                 parameter.grad = means[name].to_sparse(1) if is_sparse else means[name].clone()
-        self._give_buffers({name: self._written_buffer(name) for name in self._buffers})
+        self._give_buffers(self._written_buffers())
         self._totals = {}
         return Expectation(means, {}, (), self._buffers)
 
@@ -191,7 +193,8 @@ class Oracle:
         while self._handles:
             self._handles.pop().remove()
         copies = self.reference.copies
-        before = [copy.gradients() for copy in copies]
+        is_failing = bool(died) or any(one.error is not None for of_rank in results for one in of_rank)
+        before = [copy.gradients() for copy in copies] if is_failing else []
         self.reference.absent = {rank for rank in range(len(copies)) if not program.has_inputs(rank, number)}
         for rank, copy in enumerate(copies):
             copy.left_out = program.left_out(rank, number)

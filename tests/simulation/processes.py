@@ -18,6 +18,7 @@ from ppe_ddp.backends.shm import shm_group
 from ppe_ddp.engine import groups, peer_processes, plan
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.reducer import Reducer
+from ppe_ddp.engine.replicas import BufferWrites
 from ppe_ddp.optim import DistributedOptimizer
 
 from .faults import Faults, has_one_node, packing
@@ -78,6 +79,16 @@ class _Own:
         return sum(one() is not None for one in self._of[Scheduler.current.pid()])
 
 
+class _OwnTables:
+    """What the rank that asks knows of its buffers, by group."""
+
+    def __init__(self):
+        self._of = defaultdict(weakref.WeakKeyDictionary)  # by process
+
+    def __get__(self, one, owner):
+        return self._of[Scheduler.current.pid()]
+
+
 class Pages:
     """The pages of memory in which the ranks of a node see one another.
 
@@ -129,8 +140,11 @@ def _ended_by_nobody(_pid):
 
 
 @contextlib.contextmanager
-def simulated():
-    """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process."""
+def simulated(*, collects=True):
+    """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process.
+
+    At its end garbage is collected, unless Python does not end in the usual way.
+    """
     patches = [
         mock.patch.object(rank_store, "_caller", _DirectCaller),
         mock.patch.multiple(
@@ -152,6 +166,7 @@ def simulated():
         mock.patch.object(Reducer, "_all", _Own()),
         mock.patch.object(Completion, "_open", _Own()),
         mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
+        mock.patch.object(BufferWrites, "_tables", _OwnTables()),
         mock.patch.object(weighing.Weights, "_all", _Own(is_shuffled=False)),
         mock.patch.object(weighing._Weigh, "alive", _Own(is_shuffled=False)),
         mock.patch("ppe_ddp.waiting._SPINS", 1),
@@ -175,7 +190,8 @@ def simulated():
         try:
             yield
         finally:
-            gc.collect()  # generators that were abandoned end here: where Python ends, no thread starts for the store
+            if collects:
+                gc.collect()  # generators that were abandoned end here: as Python ends, no thread starts for the store
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             c10d._world = world
 

@@ -93,7 +93,7 @@ class Scheduler:
 
     def pid(self):
         """The process of this rank."""
-        return os.getpid() if self.task is None else self.pid_of(self.task.rank)
+        return os.getpid() if self.task is None else self._pid + self.task.rank
 
     def pid_of(self, rank):
         """The process of ``rank``."""
@@ -225,9 +225,9 @@ class Scheduler:
         if chosen is not task:
             self._hand_to(chosen)
             task.baton.acquire()
+            self._use_world(self._worlds[task.rank])
         if self.is_over:
             raise Stopped
-        self._use_world(self._worlds[task.rank])
 
     def _pass_on(self):
         self._hand_to(self._choose())
@@ -250,9 +250,14 @@ class Scheduler:
                 self._end("the ranks do not come to an end", living)
                 break
             able = [task for task in living if task.wake <= now and (task.may_look or task.until is None)]
-            able += [one for one in self._deliveries if one[0] <= now]
+            if self._deliveries:
+                able += [one for one in self._deliveries if one[0] <= now]
             if able:
-                chosen = draw.choice(able)
+                count = len(able)
+                bits = count.bit_length()
+                while (k := draw.getrandbits(bits)) >= count:  # as choice() draws
+                    pass
+                chosen = able[k]
                 if isinstance(chosen, Task):
                     return chosen
                 self._deliveries.remove(chosen)
@@ -303,7 +308,8 @@ class _Shim:
         self._module = module
 
     def __getattr__(self, name):
-        return getattr(self._module, name)
+        value = self.__dict__[name] = getattr(self._module, name)
+        return value
 
 
 def _monotonic():
