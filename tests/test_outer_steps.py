@@ -306,7 +306,10 @@ def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
 
 
 class FailingBehind(Compressor):
-    """Raises on rank 1, once and behind the last message: when rank 0 has taken the step alone, if it does so."""
+    """Raises once on rank 1 behind the last message, when rank 0 has taken the step alone, if it does so.
+
+    In the third step the ranks learn no order, for which rank 0 would wait.
+    """
 
     def __init__(self):
         self.has_failed = dist.get_rank() == 0
@@ -316,9 +319,9 @@ class FailingBehind(Compressor):
 
     def average(self, gradients, link):
         yield from Uncompressed().average(gradients, link)
-        if not self.has_failed:
+        if gradients.step == 2 and not self.has_failed:
             self.has_failed = True
-            with suppress(dist.DistStoreError):
+            with suppress(RuntimeError):  # it is told of the failure
                 dist.distributed_c10d._get_default_store().wait(["taken alone"], timedelta(seconds=0.3))
             raise KeyError("behind the last message")
 
@@ -328,13 +331,14 @@ def test_an_outer_step_that_fails_on_one_rank_behind_the_last_message_is_taken_b
     wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2))
     wrapper.register_comm_hook(FailingBehind())
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    LocalSGD(wrapper, optimizer, every=2)
+    LocalSGD(wrapper, optimizer, every=1)
     for step in range(4):
         optimizer.zero_grad()
         wrapper(data(4, 4, step=step)).sum().backward()
-        with pytest.raises(KeyError if dist.get_rank() else PeerAbortedError) if step == 1 else nullcontext():
+        with pytest.raises(KeyError if dist.get_rank() else PeerAbortedError) if step == 2 else nullcontext():
             optimizer.step()
-            dist.distributed_c10d._get_default_store().set("taken alone", "")
+            if step == 2:
+                dist.distributed_c10d._get_default_store().set("taken alone", "")
     assert same_on_all_ranks(wrapper)
 
 
