@@ -321,7 +321,7 @@ class FailingBehind(Compressor):
         yield from Uncompressed().average(gradients, link)
         if gradients.step == 2 and not self.has_failed:
             self.has_failed = True
-            with suppress(RuntimeError):  # it is told of the failure
+            with suppress(RuntimeError):  # rank 0 waits for this one, as it should
                 dist.distributed_c10d._get_default_store().wait(["taken alone"], timedelta(seconds=0.3))
             raise KeyError("behind the last message")
 
