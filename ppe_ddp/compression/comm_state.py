@@ -216,8 +216,9 @@ def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
         # The groups of a DistributedOptimizer have master weights instead of parameters.
         parameters = getattr(optimizer, "model_parameters", None)
         if parameters is None:
-            parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        updated.update(map(id, parameters))
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        # Megatron's wrapper leaves .grad None.
+        updated.update(id(one) for one in parameters if one.grad is not None or hasattr(one, "main_grad"))
 
 
 def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
