@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
+from library_warnings import library_warnings
 from one_process import of_all_ranks
 from ppe_ddp import (
     Checkpointer,
@@ -36,7 +37,7 @@ from ppe_ddp import (
 )
 from ppe_ddp.checkpoints import checkpoint_files
 from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
-from ppe_ddp.compression import LocalSGD
+from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.engine.failures import LostRanks
 from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_three_ranks, on_two_ranks
@@ -94,6 +95,26 @@ def go_on(folder, options):
     states = [training.model.comm_state_dict()["buckets"] for training in (first, other)]
     assert states[0] == states[1]
     assert states[0]["learned"] or "outer" in options  # three ranks add up in another order where buckets are others
+
+
+def test_a_training_goes_on_with_another_compressor(three_ranks, folder):
+    three_ranks.run(go_on_with_another_compressor, folder, timeout=150)
+
+
+def go_on_with_another_compressor(folder):
+    first = NoisyTraining(folder, compressed=True)
+    first.step(3)
+    first.checkpointer.save(3)
+    for compressor in (None, ErrorFeedback(TopK(0.1))):
+        other = NoisyTraining(folder, seed=1)
+        if compressor is not None:
+            other.model.register_comm_hook(compressor)
+        with library_warnings() as texts:
+            assert other.checkpointer.load().step == 3
+        assert [text[:36] for text in texts] == ["this was saved with ErrorFeedback(co"][: dist.get_rank() == 0]
+        assert all(map(torch.equal, first.model.state_dict().values(), other.model.state_dict().values()))
+        assert other.model.comm_state_dict().get("parameters", {}) == {}
+        other.step()
 
 
 def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):

@@ -113,6 +113,9 @@ class Training:
             RAISING.clear()
             if handle is not None:
                 handle.remove()
+        if fate == "infinite":  # a loop may leave a step out by clearing the gradients
+            self.wrapper.zero_grad()
+            torch.optim.SGD(self.module.parameters(), lr=1.0).step()
         still = self.wrapper.comm_state_dict()["parameters"]
         for name, entries in kept.items():
             assert entries.keys() == still[name].keys(), name

@@ -2,7 +2,8 @@
 
 import copy
 import pickle
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, weigh
-from ppe_ddp.compression import DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK
+from ppe_ddp.compression import Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK, Uncompressed
 from ppe_ddp.compression.outer_steps import OuterSteps
 from rank_tests import on_three_ranks, on_two_ranks
 from test_compression import Failing
@@ -302,6 +303,59 @@ def test_an_outer_step_that_fails_leaves_each_rank_what_it_had():
     for step in (6, 7, 8):
         inner(wrapper, optimizer, dist.get_rank(), step)
     assert same_on_all_ranks(wrapper)
+
+
+class FailingBehind(Compressor):
+    """Raises once on rank 1 behind the last message, when rank 0 has taken the step alone, if it does so.
+
+    In the third step the ranks learn no order, for which rank 0 would wait.
+    """
+
+    def __init__(self):
+        self.has_failed = dist.get_rank() == 0
+
+    def __repr__(self):
+        return "FailingBehind()"
+
+    def average(self, gradients, link):
+        yield from Uncompressed().average(gradients, link)
+        if gradients.step == 2 and not self.has_failed:
+            self.has_failed = True
+            with suppress(RuntimeError):  # rank 0 waits for this one, as it should
+                dist.distributed_c10d._get_default_store().wait(["taken alone"], timedelta(seconds=0.3))
+            raise KeyError("behind the last message")
+
+
+@on_two_ranks
+def test_an_outer_step_that_fails_on_one_rank_behind_the_last_message_is_taken_by_none():
+    wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2))
+    wrapper.register_comm_hook(FailingBehind())
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=1)
+    for step in range(4):
+        optimizer.zero_grad()
+        wrapper(data(4, 4, step=step)).sum().backward()
+        with pytest.raises(KeyError if dist.get_rank() else PeerAbortedError) if step == 2 else nullcontext():
+            optimizer.step()
+            if step == 2:
+                dist.distributed_c10d._get_default_store().set("taken alone", "")
+    assert same_on_all_ranks(wrapper)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@on_two_ranks
+def test_a_state_that_is_loaded_before_the_module_can_be_saved_before_the_next_step(assigns):
+    make = METHODS["diloco"][0]
+    before, _, outer = train(make, 5)
+    saved = outer.state_dict()
+    new = saved["last"].popitem()[0]  # as if it had been frozen
+    wrapper, _, outer = train(make, 0)
+    outer.load_state_dict(saved)
+    wrapper.load_state_dict(copy.deepcopy(before.state_dict()), assign=assigns)
+    found = outer.state_dict()
+    assert torch.equal(found["last"].pop(new), before.state_dict()[new])
+    assert found["last"].keys() == saved["last"].keys()
+    assert all(torch.equal(found["last"][name], value) for name, value in saved["last"].items())
 
 
 @on_two_ranks

@@ -198,6 +198,20 @@ def test_power_sgd_as_torch_does_it(settings, rank, options):
     assert worst > 1e-3
 
 
+@on_two_ranks
+def test_nan_of_a_step_that_is_skipped_does_not_stay_in_a_hook():
+    module = seeded(Layers)
+    wrapper = DistributedDataParallel(module, check_for_nan_in_grad="skip")
+    wrapper.register_comm_hook(*power_state(power.powerSGD_hook, matrix_approximation_rank=1, start_powerSGD_iter=2)())
+    for number in range(6):
+        wrapper.zero_grad()
+        is_wrong = number == 3 and dist.get_rank() == 1
+        (wrapper(data(5, 6, step=number)).sum() * (float("nan") if is_wrong else 1.0)).backward()
+        found = [parameter.grad for parameter in module.parameters()]
+        assert [one is None for one in found] == [number == 3] * len(found)
+        assert number == 3 or all(bool(one.isfinite().all()) for one in found), number
+
+
 @contextlib.contextmanager
 def batched_hook_mended():
     """torch's batched hook passes a matrix where its own function wants a batch of them, since torch 2.0."""

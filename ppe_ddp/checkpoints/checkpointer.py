@@ -33,7 +33,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     own_part,
     part_of,
 )
-from ppe_ddp.compression.comm_state import on_these_nodes
+from ppe_ddp.compression.comm_state import fitting_state
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.errors import CheckpointError, DisagreementError
@@ -88,12 +88,12 @@ class Restored:
 
 
 def _load_communication(wrapper: Any, saved: Any) -> None:
-    """Load the ``comm_state_dict()`` of a wrapper; if the ranks are on other nodes now, compressors begin anew."""
+    """Load the ``comm_state_dict()`` of a wrapper; another compressor, or one on other nodes, begins anew."""
     own = wrapper.comm_state_dict()
     if isinstance(own, list):  # of Megatron's wrapper: one for each group
-        fitting: Any = [on_these_nodes(*pair) for pair in zip(saved, own, strict=True)]
+        fitting: Any = [fitting_state(*pair) for pair in zip(saved, own, strict=True)]
     else:
-        fitting = on_these_nodes(saved, own)
+        fitting = fitting_state(saved, own)
     wrapper.load_comm_state_dict(fitting)
 
 
@@ -138,8 +138,8 @@ class Checkpointer:
     each rank's states of random number generators (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
     device), and the ``comm_state_dict()`` of each wrapper. The same number of ranks continues with the same bits, if
     its steps are reproducible; another number of ranks loads modules, optimizers, outer steps, and other parts whose
-    state was the same on all ranks, as a scheduler's. As many ranks on other nodes load all but the state of
-    compressors.
+    state was the same on all ranks, as a scheduler's. As many ranks with another compressor, or on other nodes, load
+    all but the state of compressors.
 
     Files are those of ``torch.distributed.checkpoint``. Nothing in them is executed.
 

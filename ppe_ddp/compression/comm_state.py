@@ -204,13 +204,17 @@ class CommState:
 
 
 def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
-    """A hook after a step, which notes updated parameters. A fused optimizer with ``found_inf`` skips its step."""
+    """A hook after a step, which notes updated parameters, so none without a gradient, as if the user has cleared it.
+
+    A fused optimizer with ``found_inf`` skips its step.
+    """
     if not getattr(optimizer, "found_inf", None):
         # The groups of a DistributedOptimizer have master weights instead of parameters.
         parameters = getattr(optimizer, "model_parameters", None)
         if parameters is None:
             parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        updated.update(map(id, parameters))
+        # Megatron's wrapper leaves .grad None.
+        updated.update(id(one) for one in parameters if one.grad is not None or hasattr(one, "main_grad"))
 
 
 def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
@@ -218,19 +222,26 @@ def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
     return groups.nodes if any(len(node) > 1 for node in groups.nodes) else ()
 
 
-def on_these_nodes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the nodes of ``here``, another one.
+def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
 
-    If the nodes differ, it has no state of a compressor: other ranks would have that state now.
+    If these differ, it has no state of a compressor: that of another one means nothing to this one, and on other nodes
+    other ranks would have that state now.
     """
-    if "nodes" not in saved or "nodes" not in here or saved["nodes"] == here["nodes"]:
+    if not (saved and here):  # Megatron's wrapper has none without a compressor
+        return here
+    if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
-    if here["rank"] == 0:
+    if saved["rank"] == 0:
         logger.warning(
-            "the ranks are on other nodes, or share memory in another way, than when this was saved: what the "
-            "compressor had not sent then is not loaded"
+            "this was saved with %s, which is not the compressor here, or the ranks were on other nodes, or shared "
+            "memory in another way: what the compressor had not sent then is not loaded",
+            saved["compressor"],
         )
-    return {**saved, "nodes": here["nodes"], "slices": here["slices"], "parameters": {}}
+    kept = {key: value for key, value in saved.items() if key not in ("compressor", "nodes", "slices", "parameters")}
+    if "compressor" not in here:
+        return kept
+    return {**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}, "parameters": {}}
 
 
 def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:

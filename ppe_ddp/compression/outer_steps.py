@@ -75,7 +75,7 @@ class OuterSteps:
         self._next: tuple[str, Tensor, Tensor | None] | None = None
         self._loaded = _LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._is_restored = False
+        self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         self._refuse_shared(outer_steps_of(optimizer))
@@ -150,10 +150,8 @@ class OuterSteps:
                 "which would get two outer steps in place of one: make one for each wrapper, even if it has several "
                 "optimizers, and call stop() before you make another"
             )
-        if self._is_restored:
-            self._loaded.identities.clear()
-            self._is_restored = False
         self._remember()
+        self._restored.clear()
 
     @torch.no_grad()
     def _remember(self) -> None:
@@ -165,6 +163,9 @@ class OuterSteps:
                 self._handles.append(module.register_load_state_dict_pre_hook(self._loaded))
         for name, parameter in self._parameters().items():
             known = self._last.get(name)
+            if known is not None and name in self._restored:
+                self._last[name] = parameter, known[1]
+                continue
             if known is not None and known[0] is not parameter:
                 self._velocity.pop(name, None)
                 known = None
@@ -293,7 +294,7 @@ class OuterSteps:
             raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")
         self._averages, self._next = {}, None
         self._remember()
-        self._is_restored = True
+        self._restored = {*state["last"]}
         self._steps = int(state["steps"])
         self._synchronized_at = None  # unknown: the parameters that are loaded separately may differ between ranks
         for name, value in state["last"].items():

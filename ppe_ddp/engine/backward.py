@@ -187,7 +187,7 @@ class Backward:
         self.late.update(gradients)
 
     def set_aside(self, gradients: Iterable[tuple[int, Tensor | None]]) -> None:
-        """Keep gradients that are not sent, as they weigh nothing, until the step has succeeded or failed."""
+        """Keep gradients that are not sent (they weigh nothing, or are NaN), until the step has succeeded or failed."""
         self.aside.update((i, gradient) for i, gradient in gradients if gradient is not None)
 
     def take_aside(self) -> dict[int, Tensor]:

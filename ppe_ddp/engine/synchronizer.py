@@ -320,6 +320,8 @@ class BucketSynchronizer(Synchronizer):
             bucket.hold(gradients, views=views, in_place=in_place, weight=weight, is_received=len(senders) == 1)
             if self._finite is not None:  # an error in it must find them in the bucket
                 self._finite.look(bucket.expected, gradients)
+                if self.reduction.keeps_state_by_index and self._finite.status:
+                    backward.set_aside(bucket.give_back())  # zeros are sent, as NaN would stay in the hook's state
 
         plan = self.negotiation.planner.plan(answer.mask, answer.nodes)
         schedule = self._schedule(plan, prepare, backward.waiting or self._nothing)
@@ -327,7 +329,11 @@ class BucketSynchronizer(Synchronizer):
         return schedule
 
     def complete(self, backward: Backward) -> ResultSteps[bytes]:
-        """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``."""
+        """Launch the remaining buckets, wait for all of them, and put the averages into ``.grad``.
+
+        The vote goes beside the last bucket. But ranks that train apart are not compared, so that one that fails behind
+        the last message would differ for good: they vote when all buckets are complete.
+        """
         if self.sends_nothing:
             return (yield from self._complete_alone(backward))
         if backward.schedule is None:
@@ -337,8 +343,9 @@ class BucketSynchronizer(Synchronizer):
             yield from backward.turn.wait()
         yield from schedule.launch_all()
         backward.enter(Phase.FINISHING)
-        vote = self._vote(backward)
+        vote = None if self.weights.is_refused else self._vote(backward)
         yield from schedule.finish()
+        vote = vote or self._vote(backward)
         yield vote.done
         outcome = self.negotiation.finish(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
@@ -357,8 +364,7 @@ class BucketSynchronizer(Synchronizer):
         if any(outcome.missing) and not any(statuses):
             held = yield from self.negotiation.agree_held(self._held(backward))
             averaged = bytes(map(and_, averaged, held))
-        arrivals = [] if backward.silent else backward.arrivals
-        yield from self.negotiation.learn(arrivals, backward.recorder)
+        yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
         if backward.buffers:
             yield from self._broadcast_buffers(backward, outcome.writers, has_failed=any(statuses))
         if any(statuses) and not backward.aborted:
