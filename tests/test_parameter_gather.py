@@ -39,7 +39,7 @@ class Late(ShardedModel):
         numbers = iter(range(len(flat)))
         self.units = [[next(numbers) for _ in unit] for unit in units]
         self.waited = []
-        self.fails = set()
+        self.fails, self.error = set(), RuntimeError("the other rank is gone")
 
     def gradients(self):
         return [None] * len(self.shards)
@@ -71,7 +71,7 @@ class Wait:
     def wait(self):
         self._model.waited.append(self._unit)
         if self._unit in self._model.fails:
-            raise RuntimeError("the other rank is gone")
+            raise self._model.error
 
 
 def zeros(*modules):
@@ -291,6 +291,19 @@ def test_a_failure_is_raised_where_its_parameters_are_used_and_the_next_gather_w
         gather.finish()
     assert model.waited == [0, 1]  # what has come is there all the same
     gather.finish()
+
+
+def test_after_an_interrupt_the_next_use_waits_again():
+    first, second = zeros(nn.Linear(3, 3), nn.Linear(3, 3))
+    gather, model = under_way([first.weight, first.bias], [second.weight])
+    model.error = KeyboardInterrupt()
+    model.fails = {0}
+    for use in (lambda: first(X), gather.finish):
+        with pytest.raises(KeyboardInterrupt):
+            use()
+    model.fails.clear()
+    assert first.weight.eq(1).all()
+    assert model.waited == [0, 0, 0]
 
 
 def test_it_outlives_who_has_started_it():

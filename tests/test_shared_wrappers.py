@@ -200,6 +200,25 @@ def test_functions_that_block(function):
     hold_random_programs(0, nothing_in_common, bucket_cap_mb=1e-6, **function)
 
 
+@on_two_ranks
+def test_a_wrapper_connects_again_beside_a_function_that_blocks():
+    options = [{}, {"reduce_function": blocking_mean, "bucket_cap_mb": 1e-6}]
+    models = [DistributedDataParallel(nn.Linear(4, 2), **own) for own in options]
+
+    def fail(gradient):
+        if dist.get_rank() == 1:
+            raise ArithmeticError("planned")
+
+    handle = models[0].module.weight.register_hook(fail)
+    with pytest.raises((ArithmeticError, PeerAbortedError)):
+        models[0](torch.ones(3, 4)).sum().backward()
+    handle.remove()
+    for model in models:
+        model.zero_grad()
+    sum(model(torch.full((3, 4), 1.0 + dist.get_rank())).sum() for model in models).backward()
+    assert all(model.module.weight.grad.eq(4.5).all() for model in models)
+
+
 @on_three_ranks
 def test_hooks_in_one_group_of_three_ranks():
     hold_random_programs(1, nothing_in_common, hook=hook_in_the_default_group)

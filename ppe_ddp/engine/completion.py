@@ -23,7 +23,8 @@ which wrappers this rank ends together:
 A rank that ends one of these wrappers by itself waits for that wrapper alone, so the other ranks let it go first.
 
 Two further kinds of wrappers take turns in the same way. Hooks of torch's kind that communicate in one group of the
-user's must start their collectives in one order on all ranks. Functions that block must be called in one order, too.
+user's must start their collectives in one order on all ranks. Functions that block must be called in one order, too,
+and so do wrappers that connect again after a failure, beside such functions.
 """
 
 from __future__ import annotations
@@ -178,8 +179,10 @@ class SharedParameters:
         """
         if self._lost:
             self.check()
-        if self.places:  # a function may have shown that it does not block
+        if self.places or self.groups.is_closed:  # a function may have shown that it does not block
             self.take_turns()
+            for other in [one for one in list(self._all) if one is not self and one.groups.is_closed]:
+                other.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
         # A parameter that only this rank has frozen takes turns on the other ranks. A gradient that it still has here

@@ -126,11 +126,10 @@ class BucketSynchronizer(Synchronizer):
 
     @property
     def turns(self) -> frozenset[str]:
-        """The turns of the reduction; a broadcast function of the user's may block as well."""
+        """The turns of the reduction; a broadcast function of the user's, and connecting again, may block as well."""
         function = self._policy.broadcast_buffers
-        if function in (None, broadcast) or not self.negotiation.buffers():
-            return self.reduction.turns
-        return self.reduction.turns | BLOCKING
+        blocks = function not in (None, broadcast) and bool(self.negotiation.buffers())
+        return self.reduction.turns | BLOCKING if blocks or self.must_renew() else self.reduction.turns
 
     def train_apart(self, apart: bool) -> None:
         """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""

@@ -203,7 +203,7 @@ class ParameterGather:
         self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
-        """Wait for ``units``, or for all that are in flight; afterwards these are not in flight, even after an error.
+        """Wait for ``units``, or for all that are in flight; afterwards none of these is, unless it is interrupted.
 
         Raises:
             PeerAbortedError: Another rank has failed in this step. With overlap the next step has begun, and works, so
@@ -247,6 +247,7 @@ class ParameterGather:
                     log.add("wait", f"for gather {key[1]}", begin)
                 self._install(key)
         except RuntimeError as error:
+            self._forget(key)
             if self._sent_in[key[0]] != self._connections[key[0]]:  # closed by a failure that this rank knows already
                 logger.debug("gathering parameters was left: %s", error)
                 model.abandon(key[1])  # the next step gathers all units
@@ -261,8 +262,7 @@ class ParameterGather:
                 f"gathering the updated parameters failed, at {first!r} and those with it: {error}. An error or a "
                 "crash on another rank ends here: look for the first traceback of all ranks."
             ) from error
-        finally:
-            self._forget(key)
+        self._forget(key)  # not after an interrupt: the next use waits again
 
     @contextmanager
     def _on_stream(self, device: torch.device) -> Generator[None, None, None]:

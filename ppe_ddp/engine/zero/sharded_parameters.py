@@ -292,10 +292,11 @@ class ShardedParameters(ShardedModel):
     def install(self, unit: int) -> None:
         """Copy the gathered values into the parameters."""
         if unit in self._under_way:
-            gather, pending = self._under_way.pop(unit)
+            gather, pending = self._under_way[unit]
             if pending is not None:
                 pending.wait()
             gather.install()
+            del self._under_way[unit]  # after an interrupt it is still to be installed
             if not self._under_way:
                 self.groups.note(Activity.GATHERED)
 
