@@ -443,7 +443,7 @@ class BucketSynchronizer(Synchronizer):
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
             is_over = not has_failed
         finally:
-            self.note_buffers()
+            self._buffer_writes.note(has_failed=not is_over)
             if not is_over:
                 self.mark_buffers(set(compress(dict.fromkeys(map(owner_of, names)), backward.is_writer)))
 
