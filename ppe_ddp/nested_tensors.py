@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def tensors_in(value: object, visited: dict[int, object] | None = None, *, level
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # type: ignore[arg-type]
     else:
         levels -= 1
-        slots = [getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
+        members = (member for cls in type(value).__mro__ for member in vars(cls).values())
+        slots = [getattr(value, one.__name__, None) for one in members if isinstance(one, MemberDescriptorType)]
         items = [*getattr(value, "__dict__", {}).values(), *slots]
     for item in items:
         yield from tensors_in(item, visited, levels=levels)

@@ -211,6 +211,14 @@ def test_a_reduce_function_whose_result_is_not_in_the_bucket():
         hold(wrapper, turns, FunctionError, text, "reduce_function Turns", culprits=[[0, 1]], is_late=is_late)
 
 
+@on_two_ranks
+def test_a_reduce_function_that_writes_by_numpy_averages_nan():
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), reduce_function=average_by_numpy)
+    wrapper(torch.tensor([[math.nan if dist.get_rank() else 1.0]])).sum().backward()
+    assert wrapper.module.weight.grad.isnan().item()
+    assert wrapper.module.bias.grad.item() == 1
+
+
 def return_what_never_ends(*_):
     return torch.futures.Future()
 

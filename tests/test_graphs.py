@@ -129,7 +129,7 @@ def test_a_list_of_another_kind_keeps_what_else_it_has():
 
 
 class Slotted:
-    __slots__ = ("item",)
+    __slots__ = "item"  # one name is not a tuple
 
     def __init__(self, item):
         self.item = item

@@ -256,14 +256,34 @@ class Chosen(nn.Module):
         return self.head(self.some(x) if uses_some else x)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("groups", [[None], [None, None], [None, [0, 1]]], ids=["one", "two", "of two groups"])
 @on_two_ranks
-def test_what_one_wrapper_broadcasts_is_no_write_for_another(count):
-    first = Chosen()
-    wrappers = [DistributedDataParallel(Chosen(first.some)) for _ in range(count)]
+def test_what_one_wrapper_broadcasts_is_no_write_for_another(groups):
+    first, count = Chosen(), len(groups)
+    groups = [ranks and dist.new_group(ranks) for ranks in groups]
+    wrappers = [DistributedDataParallel(Chosen(first.some), process_group=group) for group in groups]
     for step in range(4):
         wrappers[step % count](torch.ones(1, 3), dist.get_rank() == 1).sum().backward()
         assert (first.some[0].calls, first.some[1].backwards) == (step + 1, step + 1)
+
+
+@on_three_ranks
+def test_what_arrives_over_a_group_of_some_ranks_is_no_write_for_all():
+    rank, first, x = dist.get_rank(), Chosen(), torch.ones(1, 3)
+    everyone = DistributedDataParallel(Chosen(first.some))
+    group = dist.new_group([0, 1])
+    some = DistributedDataParallel(Chosen(first.some), process_group=group) if rank < 2 else None
+    everyone(x, False).sum().backward()
+    for calls in (1, 3):
+        if some is not None:
+            some(x, False).sum().backward()  # rank 1 gets what rank 0 has
+        everyone(x, rank == 2).sum().backward()
+        assert first.some[0].calls == calls
+        if some is not None:
+            some(x, rank == 1).sum().backward()
+            assert first.some[0].calls == calls + 1
+        everyone(x, False).sum().backward()
+        assert first.some[0].calls == calls + 1
 
 
 class Masked(nn.Linear):

@@ -89,6 +89,15 @@ class Embeddings(nn.Module):
         return whole * x * self.last
 
 
+class Row(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self):
+        return self.weight.unsqueeze(0)
+
+
 @each_variant
 @on_two_ranks
 def test_gradients_to_which_autograd_gave_one_memory(options):
@@ -106,6 +115,16 @@ def test_gradients_to_which_autograd_gave_one_memory(options):
     wrapper = as_one_rank(module := Embeddings())
     weigh(wrapper(torch.ones(1, 3, 2), 0).sum(), 4).backward()
     assert [parameter.grad.unique().item() for parameter in module.parameters()] == [1.0, 1.0, 9.0, 1.0, 1.0]
+    x, wrappers = torch.ones(2), [DistributedDataParallel(Row(), **options) for _ in range(2)]
+    first, second = wrappers
+    with first.no_sync(), second.no_sync():  # rank 0 has one memory for both
+        ((first() + second()) * x if rank == 0 else first() * 9 + second() * 99).sum().backward()
+    for one in wrappers:
+        one.finish_grad_sync()
+    assert [one.module.weight.grad.tolist() for one in wrappers] == [[5.0] * 2, [50.0] * 2]
+    first, second = wrappers = [as_one_rank(Row()) for _ in range(2)]
+    weigh(((first() + second()) * x).sum(), 4).backward()
+    assert [one.module.weight.grad.tolist() for one in wrappers] == [[1.0] * 2] * 2
 
 
 @on_two_ranks

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.utils.hooks import RemovableHandle
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 class Gradients:
     """Owns the buffers and all access to ``.grad``. Gradients are accumulated on ``streams``; None on CPUs."""
 
+    _all: ClassVar[weakref.WeakSet[Gradients]] = weakref.WeakSet()
+    """Those of all wrappers: autograd may give parameters of several wrappers one memory for their gradients."""
+
     def __init__(self, module_state: ModuleState, allocate: Allocator, streams: GradientStreams | None) -> None:
         self._parameters: Sequence[nn.Parameter] = module_state.parameters
         self._specs = module_state.specs
@@ -48,6 +52,7 @@ class Gradients:
         """Parameters whose gradients shared their memory with another one's when the last backward began."""
         self.in_place: set[int] = set()
         """Parameters whose gradients then lay in memory that the user holds as well: averages are written there."""
+        self._all.add(self)
 
     def existing(self, reached: bytes | bytearray) -> bytes:
         """One byte a parameter: whether it is in ``reached`` or already has a gradient, other than averaged shards."""
@@ -70,12 +75,39 @@ class Gradients:
         bounds = self.buffers.bounds()
         others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
         if used := {k: users for k in others if (users := storage_users(dense[k][1])) > 1}:
-            storages = {k: dense[k][1].untyped_storage().data_ptr() for k in used}
-            own = Counter(storages.values())  # autograd gives parameters whose gradients are equal one memory
-            self.in_place = {dense[k][0] for k, users in used.items() if users > own[storages[k]]}
+            own = Counter(map(_storage, self._of_all_wrappers()))  # autograd gives equal gradients one memory
+            self.in_place = {dense[k][0] for k, users in used.items() if users > own[_storage(dense[k][1])]}
         if len(set(addresses)) < len(addresses):
             counts = Counter(filter(None, addresses))  # an empty tensor has the address 0
             self.shared = [i for (i, _), address in zip(dense, addresses, strict=True) if counts[address] > 1]
+
+    @classmethod
+    def _of_all_wrappers(cls) -> list[Tensor]:
+        """The dense gradients of all wrappers' parameters, each once."""
+        parameters = {id(parameter): parameter for one in list(cls._all) for parameter in one._parameters}
+        found = [local_of(gradient) for gradient in map(GRADIENT, parameters.values())]
+        return [local_tensor(gradient) for gradient in found if gradient is not None and not gradient.is_sparse]
+
+    @torch.no_grad()
+    def multiply(self, factor: float, *, but: Container[int]) -> None:
+        """Multiply all gradients by ``factor``, but those of parameters whose identities are in ``but``.
+
+        It is done in place, also where the user holds the memory, unless autograd has given others the same memory.
+        """
+        self.existing(bytes(len(self._parameters)))
+        for i, parameter in enumerate(self._parameters):
+            if id(parameter) in but or (gradient := parameter.grad) is None:
+                continue
+            has_own = i not in self.shared and (
+                i in self.in_place
+                or gradient.is_sparse
+                or type(gradient) is ShardedGradient
+                or storage_users(local_tensor(gradient)) == 1
+            )
+            if has_own:
+                gradient.mul_(factor)
+            else:
+                parameter.grad = gradient * factor
 
     def take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """Take gradients out of ``.grad``, which is set to None (averaged shards stay); None for a missing gradient."""
@@ -149,17 +181,8 @@ class Gradients:
                 parameter.grad = gradient + there
 
 
-@torch.no_grad()
-def multiply(gradients: Collection[Tensor], factor: float) -> None:
-    """Multiply ``gradients`` by ``factor`` in place; autograd may have given several of them one memory."""
-    plain = (one for one in gradients if not (one.is_sparse or type(one) is ShardedGradient))
-    shared = {id(one): one for one in plain if storage_users(local_tensor(one)) > 1}
-    products = [one * factor for one in shared.values()]  # all before the first is written
-    for gradient in gradients:
-        if id(gradient) not in shared:
-            gradient.mul_(factor)
-    for gradient, product in zip(shared.values(), products, strict=True):
-        gradient.copy_(product)
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()

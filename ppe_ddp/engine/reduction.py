@@ -255,7 +255,8 @@ class FunctionReduction(Reduction):
         if not isinstance(value, Tensor) or value.numel() != flat.numel() or value.dtype is not flat.dtype:
             return
         is_untouched = value.data_ptr() != flat.data_ptr() and given == (flat.data_ptr(), version_of(flat))
-        if is_untouched and not torch.equal(value.reshape(-1), flat):  # writes by NumPy or ``.data`` have no version
+        # Writes by NumPy or ``.data`` have no version.
+        if is_untouched and not torch.allclose(value.reshape(-1), flat, rtol=0, atol=0, equal_nan=True):
             raise FunctionError(
                 f"the Future of {self.title} holds another tensor, and those in the bucket are as they were "
                 f"({self.describe(bucket)}); it must change them in place, or call set_buffer()"

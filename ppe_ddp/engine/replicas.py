@@ -35,6 +35,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ppe_ddp.backends.group_internals import is_registered
 from ppe_ddp.contracts import is_waitable, probe
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import START
@@ -146,18 +147,24 @@ def _by_kind(tensors: Sequence[Tensor], sources: Sequence[int]) -> list[tuple[in
 class BufferWrites:
     """Finds out which submodules' buffers this rank has written since they were last broadcast over ``parent``.
 
-    A write in place shows in torch's version of a tensor; one through ``.data`` does not. All wrappers over one group
-    share what is known of a submodule's buffers, so that what one of them broadcasts is no write for another.
+    A write in place shows in torch's version of a tensor; one through ``.data`` does not. All wrappers over groups of
+    the same ranks share what is known of a submodule's buffers, so that what one of them broadcasts is no write for
+    another. Nor is what arrives over a group of other ranks.
     """
 
     _tables: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Table]] = weakref.WeakKeyDictionary()
 
     def __init__(self, parent: ProcessGroup) -> None:
-        self._table = self._tables.setdefault(parent, weakref.WeakKeyDictionary())
+        self._ranks = _ranks_of(parent)
+        tables = ((_ranks_of(group), table) for group, table in list(self._tables.items()))
+        twins = (table for ranks, table in tables if ranks and ranks == self._ranks)
+        self._table = self._tables.setdefault(parent, next(twins, weakref.WeakKeyDictionary()))
         # By the name of a buffer: the name of its submodule, the submodule, its table of buffers, the buffer's own name
         # there, and what is known.
         self._slots: dict[str, tuple[str, nn.Module, dict[str, Tensor | None], str, _Known]] = {}
-        self._lent: list[tuple[_Known, str, tuple[Tensor | None, int]]] = []
+        # What is known elsewhere, the table of buffers, its key there, whether this rank had written the buffer, and
+        # whether the broadcast brings it to all ranks of that group.
+        self._lent: list[tuple[_Known, dict[str, Tensor | None], str, bool, bool]] = []
 
     def use_module(self, slots: Iterable[tuple[str, nn.Module, str]]) -> None:
         """Look at these buffers from now on: each a qualified name, a module, and the module's name for it.
@@ -172,11 +179,16 @@ class BufferWrites:
             if (buffer := buffers.get(key)) is not None:
                 known.setdefault(key, (buffer, version_of(buffer)))
 
-    def note(self) -> None:
-        """Note that the buffers are the same on all ranks now; later writes count."""
-        for known, key, entry in self._lent:
-            if known.get(key, entry)[0] is None:
-                known[key] = entry
+    def note(self, *, has_failed: bool = False) -> None:
+        """Note that the buffers are the same on all ranks now; later writes count.
+
+        If a broadcast ``has_failed``, what this rank has written is still to be sent over groups of other ranks.
+        """
+        for known, table, key, was_written, reaches_all in self._lent:
+            buffer = table.get(key)
+            if buffer is not None and key in known and known[key][0] is None:
+                is_due = was_written and (has_failed or not reaches_all)
+                known[key] = buffer, _WRITTEN if is_due else version_of(buffer)
         self._lent = []
         for _, _, buffers, key, known in self._slots.values():
             if (buffer := buffers.get(key)) is None:
@@ -191,11 +203,13 @@ class BufferWrites:
         """
         for _, _, buffers, key, known in self._slots.values():
             known[key] = None, _WRITTEN if self._is_written(buffers.get(key), key, known) else _ARRIVING
-        for table in [table for table in self._tables.values() if table is not self._table]:
-            for _, owner, _, key, _ in self._slots.values():
+        for group, table in [one for one in self._tables.items() if one[1] is not self._table]:
+            reaches_all = self._ranks.issuperset(_ranks_of(group) or {-1})
+            for _, owner, buffers, key, _ in self._slots.values():
                 other = table.get(owner, {})
                 if other.get(key, (None,))[0] is not None:
-                    self._lent.append((other, key, other[key]))
+                    was_written = self._is_written(buffers.get(key), key, other)
+                    self._lent.append((other, buffers, key, was_written, reaches_all))
                     other[key] = None, other[key][1]
 
     @staticmethod
@@ -230,6 +244,11 @@ class BufferWrites:
 
 
 _WRITTEN, _ARRIVING = -1, -2  # in place of a version: of a buffer that is marked, and of one that is being broadcast
+
+
+def _ranks_of(group: ProcessGroup) -> set[int]:
+    """The global ranks of ``group``; none if it is unknown to torch, as one that was destroyed."""
+    return set(dist.get_process_group_ranks(group)) if is_registered(group) else set()
 
 
 def owner_of(name: str) -> str:

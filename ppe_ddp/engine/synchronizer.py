@@ -25,7 +25,7 @@ from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plan
 from ppe_ddp.engine.completion import APART, TOGETHER, Completion
 from ppe_ddp.engine.failures import aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, multiply
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
 from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import refuse_distributed
@@ -415,9 +415,8 @@ class BucketSynchronizer(Synchronizer):
     def _weigh_alone(self, done: set[int]) -> None:
         """Divide by the counts what no other wrapper of this backward has divided; ``done`` notes it by identity."""
         if self.weights.is_weighed:
-            own = {id(one): one.grad for one in self._module_state.parameters if one.grad is not None}
-            multiply([own[identity] for identity in own.keys() - done], self.weights.factor_alone)
-            done.update(own)
+            self.gradients.multiply(self.weights.factor_alone, but=done)
+            done.update(id(one) for one in self._module_state.parameters if one.grad is not None)
         self.weights.settle()
 
     def _drop(self, backward: Backward, error: NonFiniteGradientError) -> None:
@@ -449,7 +448,7 @@ class BucketSynchronizer(Synchronizer):
             yield from broadcasting_buffers(function, self._module_state, self._groups, sources=sources)
             is_over = not has_failed
         finally:
-            self.note_buffers()
+            self._buffer_writes.note(has_failed=not is_over)
             if not is_over:
                 self.mark_buffers(set(compress(dict.fromkeys(map(owner_of, names)), backward.is_writer)))
 

@@ -10,8 +10,9 @@ clearing works: if it is gone from ``.grad`` the shard is void, and ``zero_()`` 
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -148,6 +149,9 @@ class ShardedGradient(Tensor):
 class GradientSlot:
     """The sharded ``.grad`` of one parameter."""
 
+    _attached: ClassVar[weakref.WeakValueDictionary[int, GradientShard]] = weakref.WeakValueDictionary()
+    """By the identity of the parameter, the shard that an optimizer updates."""
+
     def __init__(self, shard: Shard) -> None:
         parameter = shard.parameter
         where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
@@ -187,8 +191,19 @@ class GradientSlot:
                 if other.value is not None:
                     content.add(other.value)
                 other.drop()
+            elif not content.is_attached and (updated := self._attached.get(id(self._parameter))) is not None:
+                self._check_bounds(updated)  # another wrapper's, which has averaged nothing since it was cleared
+                updated.value, updated.local, content.local = None, content.local, None
+                updated.add(average)
+                self._parameter.grad = ShardedGradient(updated, self._parameter)
+                return
             self._parameter.grad = self.mark
         self.content.add(average)
+
+    def attach(self, weight: Tensor) -> None:
+        """Keep the average in ``weight.grad`` from now on, also what other wrappers with this parameter average."""
+        self.content.attach(weight)
+        self._attached[id(self._parameter)] = self.content  # alive as long as this slot, which has the parameter
 
     def _check_bounds(self, other: GradientShard) -> None:
         if other.bounds != self.content.bounds:

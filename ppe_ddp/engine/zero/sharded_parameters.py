@@ -151,14 +151,17 @@ class ShardedParameters(ShardedModel):
             self._gradients[k].add(average)
 
     def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
-        """Set the gradients at once if all were cleared and none needs another dtype; else do nothing, return False."""
+        """Set the gradients at once if all were cleared and none needs another dtype; else do nothing, return False.
+
+        What no optimizer of this wrapper has may be in that of another one, see :meth:`GradientSlot.add`.
+        """
         places = [self._index[i] for i in indices]
         parameters = [self._parameters[k] for k in places]
         contents = [self._contents[k] for k in places]
         if not all(map(is_, map(GRADIENT, parameters), repeat(None))):
             return False
         dtype = averages[0].dtype
-        if any(isinstance(c.weight, torch.Tensor) and c.weight.dtype is not dtype for c in contents):
+        if not all(content.is_attached and content.weight.dtype is dtype for content in contents):
             return False
         for parameter, content, average, k in zip(parameters, contents, averages, places, strict=True):
             content.local = None
@@ -197,7 +200,7 @@ class ShardedParameters(ShardedModel):
 
     def attach(self, index: int, weight: Tensor) -> None:
         """Put the averaged gradient of the shard at ``index`` into ``weight.grad`` from now on."""
-        self._contents[index].attach(weight)
+        self._gradients[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
         """The averages since ``.grad`` was cleared, or None; raises if some gradients are not averaged."""
