@@ -19,7 +19,8 @@ import enum
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -45,10 +46,7 @@ from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import CLOSING_THREAD, close_given_up
 from ppe_ddp.errors import DisagreementError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    Release = Callable[[Callable[[str, Any], list[Any]]], None]
+Release = Callable[[Callable[[str, Any], list[Any]]], None]
 
 
 class Life(enum.Enum):
