@@ -5,36 +5,29 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import compress
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppe_ddp.engine.failures import relayed
-from ppe_ddp.engine.gradients import has_nonzero
-from ppe_ddp.engine.groups import renewing_all
+from torch import Tensor
+
+from ppe_ddp.engine.bucket import LaunchSchedule
+from ppe_ddp.engine.completion import ResultSteps, Steps, Turn
+from ppe_ddp.engine.failures import HookProgress, relayed
+from ppe_ddp.engine.gradients import GradientStreams, has_nonzero
+from ppe_ddp.engine.groups import Groups, renewing_all
+from ppe_ddp.engine.mask_exchange import MaskExchange
+from ppe_ddp.engine.module import ModuleState
+from ppe_ddp.engine.negotiation import Agreement
 from ppe_ddp.engine.record import EventLog, Recorder
-from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError
+from ppe_ddp.engine.replicas import DriftCheck
+from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
 from ppe_ddp.torch_internals import uncompiled_hook
 from ppe_ddp.weighing import Weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.engine.bucket import LaunchSchedule
-    from ppe_ddp.engine.completion import ResultSteps, Steps, Turn
-    from ppe_ddp.engine.failures import HookProgress
-    from ppe_ddp.engine.gradients import GradientStreams
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Agreement
-    from ppe_ddp.engine.replicas import DriftCheck
-    from ppe_ddp.errors import PpeDdpError
 
 logger = logging.getLogger("ppe_ddp")
 

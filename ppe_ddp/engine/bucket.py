@@ -19,34 +19,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import GradBucket, probe
-from ppe_ddp.engine.memory import REQUIRES_GRAD, sole_owner
+from ppe_ddp.contracts import GradBucket, Probe, Waitable, probe
+from ppe_ddp.engine.completion import Steps
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import REQUIRES_GRAD, MemoryPool, sole_owner
+from ppe_ddp.engine.plan import BucketPlan, ParameterSpec, Plan
 from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, watch
+from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import EXISTS, is_future, storage_users
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import Probe, Waitable
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import MemoryPool
-    from ppe_ddp.engine.plan import BucketPlan, ParameterSpec, Plan
-    from ppe_ddp.engine.reduction import Reduction
-
 
 _SHAPE = attrgetter("shape")
 _PLANS = 32  # that keep their buckets

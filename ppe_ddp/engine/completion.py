@@ -35,26 +35,21 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 from zlib import crc32
 
 import torch
+from torch import nn
 
 from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
 from ppe_ddp.waiting import paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from torch import nn
-
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
 
 T = TypeVar("T")
 

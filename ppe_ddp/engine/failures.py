@@ -20,29 +20,22 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group, store_of
-from ppe_ddp.backends.rank_store import Meeting, MeetingOutcome, Reports
+from ppe_ddp.backends.rank_store import BoundedStore, Meeting, MeetingOutcome, Reports, WrittenKeys
 from ppe_ddp.backends.work import Work
-from ppe_ddp.contracts import AllPending, is_completed
-from ppe_ddp.engine.peer_processes import Activity, Condition, Deaths, Position
+from ppe_ddp.contracts import AllPending, Waitable, is_completed
+from ppe_ddp.engine.peer_processes import Activity, Condition, Deaths, PeerProcesses, Position
 from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
-from ppe_ddp.waiting import in_flight, paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-
-    from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.peer_processes import PeerProcesses
-    from ppe_ddp.waiting import InFlight
+from ppe_ddp.waiting import InFlight, in_flight, paced, progress_engine
 
 logger = logging.getLogger("ppe_ddp")
 

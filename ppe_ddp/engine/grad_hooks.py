@@ -17,15 +17,17 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, repeat
 from operator import contains, is_, setitem
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.engine.completion import Owner, Turn
 from ppe_ddp.engine.gradients import GradientStreams, redistribute_gradients
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.errors import TorchChangedError, UnusableError
@@ -39,15 +41,6 @@ from ppe_ddp.torch_internals import (
     uncompiled_hook,
     without_torch_function,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
-    from torch.autograd.graph import Node
-    from torch.utils.hooks import RemovableHandle
-
-    from ppe_ddp.engine.completion import Owner, Turn
 
 
 class ReachedParameters:

@@ -5,33 +5,25 @@ from __future__ import annotations
 import weakref
 from bisect import bisect
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.engine.memory import MemoryPool
-from ppe_ddp.engine.module import is_distributed, local_tensor
+from ppe_ddp.contracts import Probe
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import Allocator, MemoryPool
+from ppe_ddp.engine.module import ModuleState, is_distributed, local_tensor
+from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-
-    from torch import nn
-    from torch.utils.hooks import RemovableHandle
-
-    from ppe_ddp.contracts import Probe
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import Allocator
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Negotiation
 
 
 class Gradients:

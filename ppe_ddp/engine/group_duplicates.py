@@ -19,7 +19,8 @@ import enum
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -46,11 +47,8 @@ from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import CLOSING_THREAD, close_given_up
 from ppe_ddp.errors import DisagreementError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    Share = Callable[[str, Any], list[Any]]
-    Release = Callable[[Share], None]
+Share = Callable[[str, Any], list[Any]]
+Release = Callable[[Share], None]
 
 
 class Life(enum.Enum):

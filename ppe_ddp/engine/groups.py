@@ -16,9 +16,9 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
@@ -36,6 +36,7 @@ from ppe_ddp.backends.group_internals import (
     timeout_of,
 )
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused, looking
+from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import (
     ADVICE,
     CLIP,
@@ -56,6 +57,7 @@ from ppe_ddp.engine.failures import (
 from ppe_ddp.engine.group_duplicates import (
     LIFE_BEFORE,
     Life,
+    Release,
     backends_of,
     check_wanted,
     close,
@@ -71,12 +73,6 @@ from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.plan import NodeMasks
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError, clear_frames
 from ppe_ddp.waiting import paced, progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
-
-    from ppe_ddp.contracts import Probe
-    from ppe_ddp.engine.group_duplicates import Release
 
 _NOT_STARTED = "the ranks could not start together"
 _NOT_CONNECTED = "the ranks could not connect again after a failure"

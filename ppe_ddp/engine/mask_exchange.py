@@ -29,27 +29,22 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.engine.failures import is_explained
 from ppe_ddp.engine.group_duplicates import is_over_gloo
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.record import watch
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import progress_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from ppe_ddp.engine.groups import Groups
-
 
 DIGEST = 16
 _COMPLEMENT = bytes(255 - value for value in range(256))

@@ -8,24 +8,18 @@ anything refers to that view.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain, groupby
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
+from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
 from ppe_ddp.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
 
 Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
 """Makes a 1-D tensor with the given number of elements, dtype and device; its contents are arbitrary."""

@@ -6,24 +6,19 @@ parameter that is a DTensor, the local tensor is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.plan import ParameterSpec, is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 class ModuleState:

@@ -15,38 +15,32 @@ from __future__ import annotations
 import os
 import statistics
 import struct
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from time import perf_counter_ns, process_time_ns, thread_time_ns
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import probe
+from ppe_ddp.engine.completion import ResultSteps, Steps
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import DIGEST, MaskExchange, MaskExchanger, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.plan import Planner, fingerprint
+from ppe_ddp.engine.plan import NodeMasks, Packing, ParameterSpec, Planner, fingerprint
+from ppe_ddp.engine.record import Recorder
 from ppe_ddp.errors import DisagreementError
 from ppe_ddp.weighing import NBYTES, WEIGHS_NOTHING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.engine.completion import ResultSteps, Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import NodeMasks, Packing, ParameterSpec
-    from ppe_ddp.engine.record import Recorder
-
 
 MEASURED_STEPS = 10
 _FIRST_STEPS = 5  # not measured: they make buckets and learn the order

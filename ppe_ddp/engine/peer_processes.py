@@ -15,18 +15,20 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import mmap
 import os
 import secrets
 import struct
 import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import distributed as dist
 
-from ppe_ddp.backends.rank_store import Reports
+from ppe_ddp.backends.rank_store import BoundedStore, Reports
 from ppe_ddp.backends.shared_memory.shared_reservation import (
     TOKEN_BYTES,
     new_memory_file,
@@ -35,12 +37,6 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     path_of,
 )
 from ppe_ddp.errors import CommunicationError
-
-if TYPE_CHECKING:
-    import mmap
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from ppe_ddp.backends.rank_store import BoundedStore
 
 _LEFT = struct.Struct("<q")  # 1 + the length of the text that follows; 0 as long as the process trains
 _TEXT_BYTES = 2000

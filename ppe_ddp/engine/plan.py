@@ -23,16 +23,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import compress
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 _TRIGGER_BYTES = 1 << 16  # a gradient of this size takes longer to compute than a check of the buckets
 _TRIGGERS = 16  # launch triggers a bucket: a bucket is launched late by at most this fraction of its size

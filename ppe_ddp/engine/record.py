@@ -8,21 +8,18 @@ events outside of them. Code that could write to it first checks whether it exis
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from torch.profiler import record_function
 
 from ppe_ddp.backends.work import Work
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.plan import Plan
 from ppe_ddp.torch_internals import is_future
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from contextlib import AbstractContextManager
-
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.plan import Plan
 
 T = TypeVar("T")
 R = TypeVar("R")

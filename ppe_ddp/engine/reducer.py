@@ -14,17 +14,21 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeGuard, TypeVar
 
 import torch
+from torch import Tensor, nn
 
+from ppe_ddp.contracts import SyncHook
 from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
 from ppe_ddp.engine.completion import (
     Completion,
     SharedParameters,
+    Steps,
     ends_soon,
     finish,
     finish_and_conclude,
@@ -32,8 +36,11 @@ from ppe_ddp.engine.completion import (
 )
 from ppe_ddp.engine.grad_hooks import ForwardCounter, GradHooks, UserGradHooks, owners_of, reached_though_replaced
 from ppe_ddp.engine.gradients import copied_gradients
-from ppe_ddp.engine.record import EventLog, in_ranges
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState
+from ppe_ddp.engine.record import EventLog, Recorder, Trace, in_ranges
 from ppe_ddp.engine.reduction import call_sync_hooks
+from ppe_ddp.engine.replicas import DriftCheck
 from ppe_ddp.errors import (
     AbortedError,
     CommunicationError,
@@ -46,18 +53,6 @@ from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_in_backward, is_in_compiled_autograd, uncompiled_hook
 from ppe_ddp.waiting import progress_engine
 from ppe_ddp.weighing import Weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-
-    from torch import Tensor, nn
-
-    from ppe_ddp.contracts import SyncHook
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.record import Recorder, Trace
-    from ppe_ddp.engine.replicas import DriftCheck
 
 C = TypeVar("C", bound=Synchronizer)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,17 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import default_group, node_backend
-from ppe_ddp.contracts import is_waitable, probe
+from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable, is_waitable, probe
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.module import ModuleState
+from ppe_ddp.engine.plan import BucketPlan
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import declares, is_plain_average, name_of
 from ppe_ddp.torch_internals import version_of
 from ppe_ddp.waiting import awaited_once
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import BucketPlan
 
 logger = logging.getLogger("ppe_ddp")
 

@@ -25,24 +25,28 @@ import logging
 import weakref
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, compress
 from operator import is_
 from sys import getrefcount
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import is_registered
-from ppe_ddp.contracts import is_waitable, probe
-from ppe_ddp.engine.completion import run
+from ppe_ddp.contracts import BroadcastFunction, is_waitable, probe
+from ppe_ddp.engine.completion import Steps, run
 from ppe_ddp.engine.failures import START
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import is_same, with_complement
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import is_expanded, local_tensor
-from ppe_ddp.engine.negotiation import all_reduced
+from ppe_ddp.engine.module import ModuleState, is_expanded, local_tensor
+from ppe_ddp.engine.negotiation import Negotiation, all_reduced
+from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.reduction import annotate, refuse_late
 from ppe_ddp.engine.zero.parameter_gather import PendingParameter, wait_for
 from ppe_ddp.engine.zero.shards import flattened, is_dense
@@ -58,23 +62,10 @@ from ppe_ddp.torch_internals import (
 )
 from ppe_ddp.waiting import awaited_once
 
-if TYPE_CHECKING:
-    Place = tuple[nn.Module, str]
-    from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import BroadcastFunction
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Negotiation
-    from ppe_ddp.engine.plan import ParameterSpec
-
-    # By the name of a module's buffer: the buffer as it was when all ranks had the same, and its version.
-    _Known = dict[str, tuple[Tensor | None, int]]
-    _Table = weakref.WeakKeyDictionary[nn.Module, _Known]
+Place = tuple[nn.Module, str]
+# By the name of a module's buffer: the buffer as it was when all ranks had the same, and its version.
+_Known = dict[str, tuple[Tensor | None, int]]
+_Table = weakref.WeakKeyDictionary[nn.Module, _Known]
 
 logger = logging.getLogger("ppe_ddp")
 

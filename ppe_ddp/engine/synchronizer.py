@@ -13,26 +13,33 @@ buffers that are laid out once (``ppe_ddp.megatron``).
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_, gt, or_
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from ppe_ddp.engine.backward import Phase, Synchronizer
-from ppe_ddp.engine.bucket import BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import APART, TOGETHER, Completion
-from ppe_ddp.engine.failures import aborted_error
+import torch
+from torch import Tensor
+
+from ppe_ddp.contracts import BroadcastFunction
+from ppe_ddp.engine.backward import Backward, Phase, Synchronizer
+from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
+from ppe_ddp.engine.completion import APART, TOGETHER, Completion, ResultSteps, Steps
+from ppe_ddp.engine.failures import HookProgress, aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
-from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients
-from ppe_ddp.engine.mask_exchange import highest_digits, lowest_digits
+from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, GradientStreams
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import refuse_distributed
-from ppe_ddp.engine.negotiation import Negotiation
+from ppe_ddp.engine.module import ModuleState, refuse_distributed
+from ppe_ddp.engine.negotiation import Agreement, Negotiation
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.plan import Packing, Plan
 from ppe_ddp.engine.record import EventLog, span
-from ppe_ddp.engine.reduction import BLOCKING
+from ppe_ddp.engine.reduction import BLOCKING, Reduction
 from ppe_ddp.engine.replicas import (
     NOT_DUE,
     BufferWrites,
@@ -43,30 +50,10 @@ from ppe_ddp.engine.replicas import (
     sources_of,
 )
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import PeerAbortedError
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, WhereUsed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Container, Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from ppe_ddp.contracts import BroadcastFunction
-    from ppe_ddp.engine.backward import Backward
-    from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.completion import ResultSteps, Steps
-    from ppe_ddp.engine.failures import HookProgress
-    from ppe_ddp.engine.gradients import GradientStreams
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.negotiation import Agreement
-    from ppe_ddp.engine.plan import Packing, Plan
-    from ppe_ddp.engine.reduction import Reduction
-    from ppe_ddp.errors import NonFiniteGradientError, PpeDdpError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import probe
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
@@ -28,13 +29,16 @@ from ppe_ddp.engine.failures import FINALIZE, aborted_error, reason_of
 from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.functions import own_function
+from ppe_ddp.megatron.config import Setup
 from ppe_ddp.megatron.gradient_buffers import (
     BufferBucket,
     BufferKind,
@@ -45,14 +49,6 @@ from ppe_ddp.megatron.gradient_buffers import (
     lay_out,
 )
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.engine.mask_exchange import MaskExchange
-    from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.megatron.config import Setup
 
 logger = logging.getLogger("ppe_ddp")
 

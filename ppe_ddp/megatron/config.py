@@ -8,19 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import get_overloads  # in typing from Python 3.11 on; comes with torch
 
 from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.contracts import ReduceFunction
 from ppe_ddp.functions import average
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.options import check_call, unknown_keyword
-
-if TYPE_CHECKING:
-    from ppe_ddp.contracts import ReduceFunction
 
 DEFAULT_BUCKET_SIZE = 1_000_000
 _NO_FSDP = "there is no Megatron-FSDP here; torch's fully_shard works over ppe_ddp's backends"

@@ -7,34 +7,31 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 from typing_extensions import overload  # that of typing has get_overloads() only from Python 3.11 on
 
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.contracts import ReduceFunction
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog, Trace
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.replicas import broadcast_all
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
+from ppe_ddp.engine.zero.shards import ShardedModel
 from ppe_ddp.errors import PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallelConfig, Setup, showing_both_forms
+from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.torch_internals import uncompiled
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.compression.compressor import Compressor
-    from ppe_ddp.contracts import ReduceFunction
-    from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.megatron.parallel_groups import ParallelGroups
 
 logger = logging.getLogger("ppe_ddp")
 

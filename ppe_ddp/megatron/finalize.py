@@ -14,20 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
 from ppe_ddp.torch_internals import uncompiled
-
-if TYPE_CHECKING:
-    from ppe_ddp.engine.groups import Groups
 
 # Fields of the model's configuration that ask for sums or updates that this library does not have.
 _REFUSED: dict[str, Callable[[Any], bool]] = {

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
@@ -28,21 +29,16 @@ from ppe_ddp.contracts import ReduceFunction, probe
 from ppe_ddp.engine.bucket import BucketContext, DenseBucket
 from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
+from ppe_ddp.engine.gradients import GradientStreams
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import Allocator, allocator, slots_of
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec, Plan, Planner
 from ppe_ddp.engine.reduction import FunctionReduction, Reduction
+from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.scaling import scale
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from ppe_ddp.engine.gradients import GradientStreams
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
-
 
 _TICK_ELEMENTS = 1 << 14
 

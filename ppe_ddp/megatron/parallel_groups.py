@@ -16,26 +16,23 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from ppe_ddp.backends.group_internals import flattened_group, kept_with, new_group_named
 from ppe_ddp.backends.json_collectives import all_gather_json
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, relayed
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, UnusableError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from ppe_ddp.contracts import Waitable
 
 _made_alone = itertools.count()
 _DATA = ("dp", "cp", "ep")

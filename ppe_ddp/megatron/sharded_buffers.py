@@ -9,21 +9,19 @@ Each bucket of a buffer is cut into equal parts, one a rank. A cut may go throug
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
+from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.gradient_buffers import BucketRange
 from ppe_ddp.torch_internals import version_of
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-    from ppe_ddp.megatron.gradient_buffers import BucketRange
 
 
 class _Assigned(NamedTuple):

@@ -24,36 +24,29 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import UPDATE, relayed
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import MemoryPool
+from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
-from ppe_ddp.engine.zero.shards import Rows, bounds_of, flattened, is_dense
-from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
+from ppe_ddp.engine.zero.shards import Rows, ShardedModel, bounds_of, flattened, is_dense
+from ppe_ddp.errors import CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
-
-    from torch import Tensor
-    from torch.utils.hooks import RemovableHandle
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import MemoryPool
-    from ppe_ddp.engine.plan import ParameterSpec
-    from ppe_ddp.engine.zero.shards import ShardedModel
-    from ppe_ddp.errors import PpeDdpError
-
-    Unit = tuple[int, int]  # the number of the model, and the number of the unit in it
+Unit = tuple[int, int]  # the number of the model, and the number of the unit in it
 
 logger = logging.getLogger("ppe_ddp")
 _OWNER = "_parameter_gather"  # the attribute of a pending parameter that names its ParameterGather

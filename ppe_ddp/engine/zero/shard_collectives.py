@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import probe
+from ppe_ddp.contracts import Waitable, probe
+from ppe_ddp.engine.bucket import Bucket
+from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
-from ppe_ddp.engine.memory import offers_memory
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.memory import MemoryPool, offers_memory
 from ppe_ddp.errors import CommunicationError, PeerAbortedError
 from ppe_ddp.scaling import scale
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket import Bucket
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.memory import MemoryPool
 
 _HALVES = (torch.float16, torch.bfloat16)
 

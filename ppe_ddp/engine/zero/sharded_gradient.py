@@ -11,21 +11,16 @@ clearing works: if it is gone from ``.grad`` the shard is void, and ``zero_()`` 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ppe_ddp.engine.zero.shards import Shard
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import is_cast, is_foreach_zero, without_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
-
-    from ppe_ddp.engine.zero.shards import Shard
 
 _ATEN = torch.ops.aten
 

@@ -9,37 +9,31 @@ Buckets may differ from step to step, so no buffer is laid out beforehand. Each 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import is_
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
 
-from ppe_ddp.engine.bucket import Bucket, reducible_in_place
+from ppe_ddp.contracts import Waitable
+from ppe_ddp.engine.bucket import Bucket, BucketContext, reducible_in_place
+from ppe_ddp.engine.completion import Steps
+from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
 from ppe_ddp.engine.zero.parameter_gather import UnitGather
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import GRADIENT, without_torch_function
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.bucket import BucketContext
-    from ppe_ddp.engine.completion import Steps
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.module import ModuleState
-    from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
 
 _HALVES = (torch.float16, torch.bfloat16)
 _UNIT_BYTES = 4 << 20

@@ -18,26 +18,21 @@ order of its memory if that is dense (``channels_last`` too), else in the order 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import CLIP
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.torch_internals import chunk_cat
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
-
-    from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
-
-    from ppe_ddp.contracts import Waitable
-    from ppe_ddp.engine.groups import Groups
-    from ppe_ddp.engine.plan import ParameterSpec
 
 
 @dataclass(frozen=True, eq=False)
