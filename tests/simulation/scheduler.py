@@ -225,9 +225,10 @@ class Scheduler:
         if chosen is not task:
             self._hand_to(chosen)
             task.baton.acquire()
-            self._use_world(self._worlds[task.rank])
         if self.is_over:
             raise Stopped
+        if chosen is not task:
+            self._use_world(self._worlds[task.rank])
 
     def _pass_on(self):
         self._hand_to(self._choose())
