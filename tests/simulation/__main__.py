@@ -2,15 +2,12 @@
 
 import argparse
 import gc
-import importlib
 import logging
 import math
 import multiprocessing
 import os
-import pickle
 import sys
 import time
-import traceback
 from functools import partial
 
 import torch
@@ -23,18 +20,15 @@ from .split import SplitProgram
 
 _CORES = sorted(os.sched_getaffinity(0))
 _COLLECT = 100  # histories between collections
-_BLOCK = 300  # seeds in one process, which ends without a collection: these take a twentieth of the time
-_MOST_TOLD = 50
 
 
-def run(programs, *, stop_after=5, tell=lambda program, text: None, until=math.inf, collects=True):
+def run(programs, *, stop_after=5, tell=lambda program, text: None, until=math.inf):
     """Run each of ``programs``, up to so many that fail; what is wrong with these, each told as it is found.
 
-    ``until`` this time of ``perf_counter()``, after which none begins. What the histories leave behind is kept where
-    this process does not ``collect`` it.
+    ``until`` this time of ``perf_counter()``, after which none begins.
     """
     failed = {}
-    with simulated(collects=collects):
+    with simulated():
         for number, program in enumerate(programs):
             if time.perf_counter() > until:
                 break
@@ -44,7 +38,7 @@ def run(programs, *, stop_after=5, tell=lambda program, text: None, until=math.i
                 tell(program, text)
                 if len(failed) == stop_after:
                     break
-            if collects and number % _COLLECT == 0:
+            if number % _COLLECT == 0:
                 gc.collect()
                 gc.freeze()  # what a first history has loaded needs no look any more
     return failed
@@ -70,47 +64,16 @@ def _tell(program, text):
     print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}{split}", flush=True)
 
 
-def _run_block(seeds, program_of, until):
+def _run_seeds(seeds, program_of, until):
     """How many of some seeds were run, and how many fail, which are told."""
     ran = []
     programs = (ran.append(seed) or program_of(seed) for seed in seeds)
-    failed = run(programs, tell=_tell, stop_after=_MOST_TOLD, until=until, collects=False)
+    failed = run(programs, tell=_tell, stop_after=50, until=until)
     return len(ran), len(failed)
-
-
-def _in_child(call):
-    """What ``call`` returns in a process of its own, which ends at once then."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.write(writer, pickle.dumps(call()))
-        except BaseException:
-            traceback.print_exc()
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as answer:
-        result = answer.read()
-    os.waitpid(child, 0)
-    if not result:
-        raise RuntimeError("a process that ran histories has ended before their end")
-    return pickle.loads(result)
-
-
-def _run_seeds(seeds, program_of, until):
-    """The same block by block, each in a child."""
-    ran = failed = 0
-    for first in range(0, len(seeds), _BLOCK):
-        if failed >= _MOST_TOLD or time.perf_counter() > until:
-            break
-        block = _in_child(partial(_run_block, seeds[first : first + _BLOCK], program_of, until))
-        ran, failed = ran + block[0], failed + block[1]
-    return ran, failed
 
 
 def run_seeds(seeds, jobs, program_of=Program.of, until=math.inf):
     """How many of ``seeds`` were run in so many processes, the first ones ``until`` some time, and how many fail."""
-    importlib.import_module("torch._dynamo")  # else each child does, in its first history
     if jobs == 1:
         return _run_seeds(seeds, program_of, until)
     count = jobs if until < math.inf else 4 * jobs

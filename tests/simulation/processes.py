@@ -140,11 +140,8 @@ def _ended_by_nobody(_pid):
 
 
 @contextlib.contextmanager
-def simulated(*, collects=True):
-    """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process.
-
-    At its end garbage is collected, unless Python does not end in the usual way.
-    """
+def simulated():
+    """While this is entered, ranks that are threads of a scheduler can use ppe_ddp as if each was a process."""
     patches = [
         mock.patch.object(rank_store, "_caller", _DirectCaller),
         mock.patch.multiple(
@@ -190,8 +187,7 @@ def simulated(*, collects=True):
         try:
             yield
         finally:
-            if collects:
-                gc.collect()  # generators that were abandoned end here: as Python ends, no thread starts for the store
+            gc.collect()  # generators that were abandoned end here: where Python ends, no thread starts for the store
             torch._C._distributed_c10d._set_thread_isolation_mode(False)
             c10d._world = world
 
