@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
 from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
@@ -103,8 +103,16 @@ class CommState:
         A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
         """
         updated: set[int] = set()
-        hook = register_optimizer_step_post_hook(partial(_note_step, updated))
-        self._undecided = finite, updated, weakref.finalize(self, hook.remove)
+        note = partial(_note_step, updated)
+        # Before a step, too, which may clear the gradients itself; after it, as its closure may compute them.
+        hooks = [register_optimizer_step_pre_hook(note), register_optimizer_step_post_hook(note)]
+        self._undecided = finite, updated, weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    def note_outer_step(self) -> None:
+        """Note after :meth:`put_back_unless_stepped` that an outer step updates all parameters; no optimizer does."""
+        if self._undecided is not None:
+            finite, updated, _ = self._undecided
+            updated.update(map(id, finite.values()))
 
     def decide(self) -> None:
         """Complete :meth:`put_back_unless_stepped`; called when no optimizer will step any more."""
@@ -204,7 +212,7 @@ class CommState:
 
 
 def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
-    """A hook after a step, which notes updated parameters, so none without a gradient, as if the user has cleared it.
+    """A hook of a step, which notes updated parameters, so none without a gradient, as if the user has cleared it.
 
     A fused optimizer with ``found_inf`` skips its step.
     """
