@@ -299,14 +299,32 @@ class ClearingSGD(torch.optim.SGD):
         self.zero_grad()
 
 
-@pytest.mark.parametrize("clears_before", [False, True])
-def test_a_step_that_clears_gradients_itself_commits(clears_before):
-    parameter, state = nn.Parameter(torch.ones(2)), CommState()
+def undecided_state(parameter):
+    """The state after a step that has changed it from 1 to 2, and that an optimizer may take."""
+    state = CommState(can_revoke=True)
     state.of("a")["residual"] = 1
     state.keep(["a"])
     state.of("a")["residual"] = 2
     state.put_back_unless_stepped({"a": parameter})
+    return state
+
+
+@pytest.mark.parametrize("clears_before", [False, True])
+def test_a_step_that_clears_gradients_itself_commits(clears_before):
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
     parameter.grad = None if clears_before else torch.ones(2)
     ClearingSGD([parameter], lr=1.0).step()
     state.decide()
     assert state.of("a") == {"residual": 1 if clears_before else 2}
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_step_that_fails_before_it_sends_leaves_the_one_before(is_taken):
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
+    if is_taken:
+        parameter.grad = torch.ones(2)
+        torch.optim.SGD([parameter], lr=1.0).step()
+    state.revoke()
+    assert state.of("a") == {"residual": 2 if is_taken else 1}
