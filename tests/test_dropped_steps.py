@@ -13,6 +13,7 @@ from node_worlds import in_own_world
 from one_process import Routes, assert_same_on_all_ranks, data, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PpeDdpError
 from ppe_ddp.compression import ByParameter, Compressor, ErrorFeedback, Int8, PowerSGD, RandomK, Sign, TopK, WarmUp
+from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDataParallel
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from rank_tests import on_two_ranks
@@ -288,3 +289,42 @@ def test_every_way_to_drop_a_step(two_ranks, name, options):
     fates = ["taken", *(fate for dropped in DROPPED for fate in (dropped, "taken"))]
     fates += ["infinite", "resumed", "accumulated", "copied", "raises", "taken"]
     two_ranks.run(in_own_world, nothing_is_lost, name, options, fates, timeout=120)
+
+
+class ClearingSGD(torch.optim.SGD):
+    """Clears the gradients at the end of its step."""
+
+    def step(self):
+        super().step()
+        self.zero_grad()
+
+
+def undecided_state(parameter):
+    """The state after a step that has changed it from 1 to 2, and that an optimizer may take."""
+    state = CommState(can_revoke=True)
+    state.of("a")["residual"] = 1
+    state.keep(["a"])
+    state.of("a")["residual"] = 2
+    state.put_back_unless_stepped({"a": parameter})
+    return state
+
+
+@pytest.mark.parametrize("clears_before", [False, True])
+def test_a_step_that_clears_gradients_itself_commits(clears_before):
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
+    parameter.grad = None if clears_before else torch.ones(2)
+    ClearingSGD([parameter], lr=1.0).step()
+    state.decide()
+    assert state.of("a") == {"residual": 1 if clears_before else 2}
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_step_that_fails_before_it_sends_leaves_the_one_before(is_taken):
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
+    if is_taken:
+        parameter.grad = torch.ones(2)
+        torch.optim.SGD([parameter], lr=1.0).step()
+    state.revoke()
+    assert state.of("a") == {"residual": 2 if is_taken else 1}

@@ -23,10 +23,10 @@ import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
-from ppe_ddp.compression import LocalSGD
+from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.memberships import Quorum
-from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after
+from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after, taken_after
 from rank_tests import long
 from subprocesses import warm_python
 
@@ -154,6 +154,19 @@ def test_one_alone(lone):
         optimizer.step()
     assert training.committed == 5
     assert sorted(taken) == sorted([*range(10)] * 2)
+
+
+def test_compressors_count_on_after_a_restart(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    model.register_comm_hook(ErrorFeedback(TopK(0.1)))
+    model.load_comm_state_dict({**model.comm_state_dict(), "steps": 5})
+    training = elastic.ElasticTraining(lone, {"model": model})
+    with training.step():
+        model(torch.ones(4, 8)).sum().backward()
+    assert model.comm_state_dict()["steps"] == 6
+    trains, joins = {**training._word, "ready": True}, {"committed": -1, "before": 105, "ready": False}
+    assert taken_after([trains, trains]) == 7
+    assert taken_after([{**trains, "ready": False}, joins]) == 6
 
 
 def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):

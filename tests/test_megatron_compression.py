@@ -5,9 +5,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from library_warnings import library_warnings
 from one_process import data, mlp, of_all_ranks, seeded
+from ppe_ddp import PeerAbortedError
 from ppe_ddp.compression import ErrorFeedback, Int8, PowerSGD, TopK
-from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, ParallelGroups
+from ppe_ddp.compression.comm_state import fitting_state
+from ppe_ddp.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    ParallelGroups,
+    finalize_model_grads,
+)
 from rank_tests import on_two_ranks
 
 
@@ -43,10 +51,26 @@ def test_what_is_not_sent_is_kept(overlap, compressor):
         torch.testing.assert_close(missing, kept.view_as(missing) / 2, rtol=1e-4, atol=1e-4)
     assert max(float(missing.abs().max()) for missing in rest) > 1e-3
 
+    ours.zero_grad_buffer()  # a step that fails before it sends changes nothing
+    if dist.get_rank():
+        ours.abort_grad_sync()
+    with pytest.raises(PeerAbortedError):
+        finalize_model_grads(ours)
+    after = ours.comm_state_dict()[0]["parameters"]
+    assert all(torch.equal(after[name]["residual"], one["residual"]) for name, one in states[0]["parameters"].items())
+
     again = DistributedDataParallel(None, config, net(), reduce_function=ErrorFeedback(compressor))
     again.load_comm_state_dict(states)
     for one, other in zip(run(ours, 9), run(again, 9), strict=True):
         assert torch.equal(one, other)
+
+
+def test_going_on_without_a_compressor_is_told():
+    saved = {"compressor": "TopK(0.1)", "nodes": [], "rank": 0, "steps": 3, "parameters": {}}
+    with library_warnings() as texts:
+        assert fitting_state(saved, {}) == {}
+    assert [text[:30] for text in texts] == ["this was saved with TopK(0.1),"]
+    assert fitting_state({}, saved) == saved
 
 
 @on_two_ranks

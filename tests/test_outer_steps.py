@@ -371,6 +371,22 @@ def test_after_an_outer_step_that_a_check_drops_each_rank_has_its_own_to_save():
     assert outer.is_between
 
 
+@on_two_ranks
+def test_what_an_outer_step_with_an_infinite_average_has_sent_of_others_is_not_kept():
+    wrapper = DistributedDataParallel(seeded(nn.Linear, 8, 4))
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    weight = wrapper.module.weight.detach().clone()
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=2)
+    for step in range(2):
+        optimizer.zero_grad()
+        (wrapper(data(4, 8, step=step)) * (float("inf") if step else 1.0)).sum().backward()
+        wrapper.module.weight.grad = weight + step  # finite, the same on all ranks
+        optimizer.step()
+    kept = wrapper.comm_state_dict()["parameters"]["weight"]["residual"].view_as(weight)
+    torch.testing.assert_close(weight - wrapper.module.weight + kept, 0.1 * (2 * weight + 1))
+
+
 @pytest.mark.parametrize("kind", ["adam", "fused"])
 @on_two_ranks
 def test_a_scaler_divides_by_its_scale_once_after_an_outer_step_that_failed(kind):

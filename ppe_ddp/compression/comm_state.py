@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
 from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
@@ -78,7 +79,7 @@ class CommState:
 
     def revoke(self) -> None:
         """Restore the state before the last step, which is dropped after its communication was complete."""
-        self._end_notes()
+        self.decide()  # an earlier step may be undecided; of the last one no optimizer has updated anything
         self._before = self._before or self._taken
         self._taken = {}
         self.put_back()
@@ -103,8 +104,18 @@ class CommState:
         A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
         """
         updated: set[int] = set()
-        hook = register_optimizer_step_post_hook(partial(_note_step, updated))
-        self._undecided = finite, updated, weakref.finalize(self, hook.remove)
+        begun: set[int] = set()  # parameters with gradients when their step has begun, which may clear these itself
+        hooks = [
+            register_optimizer_step_pre_hook(partial(_note_gradients, begun)),
+            register_optimizer_step_post_hook(partial(_note_step, updated, begun)),
+        ]
+        self._undecided = finite, updated, weakref.finalize(self, _remove, hooks)
+
+    def note_outer_step(self) -> None:
+        """Note after :meth:`put_back_unless_stepped` that an outer step updates all parameters; no optimizer does."""
+        if self._undecided is not None:
+            finite, updated, _ = self._undecided
+            updated.update(map(id, finite.values()))
 
     def decide(self) -> None:
         """Complete :meth:`put_back_unless_stepped`; called when no optimizer will step any more."""
@@ -203,18 +214,31 @@ class CommState:
         return self.__dict__
 
 
-def _note_step(updated: set[int], optimizer: Optimizer, *_: object) -> None:
+def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
+    """A hook before a step, which notes parameters with gradients. Megatron's wrapper leaves ``.grad`` None."""
+    own = _parameters_of(optimizer)
+    begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
+
+
+def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook after a step, which notes updated parameters, so none without a gradient, as if the user has cleared it.
 
     A fused optimizer with ``found_inf`` skips its step.
     """
     if not getattr(optimizer, "found_inf", None):
-        # The groups of a DistributedOptimizer have master weights instead of parameters.
-        parameters = getattr(optimizer, "model_parameters", None)
-        if parameters is None:
-            parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        # Megatron's wrapper leaves .grad None.
-        updated.update(id(one) for one in parameters if one.grad is not None or hasattr(one, "main_grad"))
+        _note_gradients(begun, optimizer)  # those that the step's closure has computed
+        updated.update(begun.intersection(map(id, _parameters_of(optimizer))))
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
+    # The groups of a DistributedOptimizer have master weights instead of parameters.
+    parameters: Sequence[Tensor] | None = getattr(optimizer, "model_parameters", None)
+    return [one for group in optimizer.param_groups for one in group["params"]] if parameters is None else parameters
 
 
 def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
@@ -228,7 +252,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     If these differ, it has no state of a compressor: that of another one means nothing to this one, and on other nodes
     other ranks would have that state now.
     """
-    if not (saved and here):  # Megatron's wrapper has none without a compressor
+    if not saved:  # Megatron's wrapper has none without a compressor
         return here
     if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
@@ -238,6 +262,8 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
             "memory in another way: what the compressor had not sent then is not loaded",
             saved["compressor"],
         )
+    if not here:
+        return here
     kept = {key: value for key, value in saved.items() if key not in ("compressor", "nodes", "slices", "parameters")}
     if "compressor" not in here:
         return kept

@@ -26,6 +26,7 @@ class Synchronizing(Protocol):
     """The part of a wrapper that outer steps use."""
 
     module: nn.Module
+    _hooks: Any
 
     def train_apart(self, apart: bool = ...) -> None: ...
     def finish_grad_sync(self) -> None: ...
@@ -220,6 +221,7 @@ class OuterSteps:
             self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
                 self._synchronized_at = self._steps
+                self._ddp._hooks.comm_state.note_outer_step()
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it

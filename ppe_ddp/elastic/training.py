@@ -73,6 +73,12 @@ def steps_after(words: Sequence[Mapping[str, Any]]) -> int:
     return most + bool(trained and all(one["ready"] for one in trained))
 
 
+def taken_after(words: Sequence[Mapping[str, Any]]) -> int:
+    """The number of steps that compressors have completed after a meeting, with those before a restart."""
+    trained = [one for one in words if one["committed"] >= 0] or words
+    return steps_after(words) + max(int(one["before"]) for one in trained)
+
+
 def drawn_alike(words: Sequence[Mapping[str, Any]]) -> set[str]:
     """The random number generators in which the members that have trained draw the same, so that who joins has to.
 
@@ -326,6 +332,7 @@ class ElasticTraining:
         said += [f"broadcast_buffers={options.forward_sync_buffers}", f"compressor={hooks.compressor!r}"]
         return {
             "committed": self.committed,
+            "before": self._reducer.groups.taken - max(0, self.committed),
             "ready": False,
             "number": "",
             "process": process,
@@ -403,7 +410,7 @@ class ElasticTraining:
         self._store = store  # C++ does not keep a store written in Python alive
         limit = timedelta(seconds=self._timeout)
         dist.init_process_group(self._backend, store=store, rank=quorum.rank, world_size=size, timeout=limit)
-        self._reducer = self._model._move(steps_after(quorum.words))
+        self._reducer = self._model._move(taken_after(quorum.words))
         self._reducer.synchronizer.commits = self._commit
         self._share_state(quorum)
         return outcome.words

@@ -335,6 +335,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             synchronizer.wait_for_results()
         except PeerAbortedError as error:  # all ranks drop that step and go on with the next
             logger.warning("%s (It was never finished here.)", error)
+        synchronizer.end_step(is_taken=True)  # finalize_model_grads() ends it, too, but may not have been called
         synchronizer.is_sent = False
         synchronizer.forget_errors()
         synchronizer.gradients.discard()
