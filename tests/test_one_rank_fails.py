@@ -313,8 +313,8 @@ class Interrupts:
     def __init__(self, function):
         self.function, self.count = function, 0
 
-    def __call__(self, *args):
-        self.function(*args)
+    def __call__(self, *args, **keywords):
+        self.function(*args, **keywords)
         self.count += 1
         if self.count == 1:
             raise KeyboardInterrupt
@@ -336,6 +336,25 @@ def test_an_interrupt_while_averages_are_handed_over_comes_when_all_are(views):
         assert_gradients(module, expected)
         model.zero_grad()
         square(model, rank)
+
+
+@on_two_ranks
+def test_an_interrupt_between_steps_of_a_backward_is_told_while_its_error_is_kept():
+    """Also where the mask has been sent and the backward has not noted that yet."""
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    expected = mean_gradients(module, square)
+    model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
+    reducer, negotiation = model._reducer, model._reducer.synchronizer.negotiation
+    for owner, name in ((reducer._arrivals, "start_recording"), (reducer, "_completion"), (negotiation, "start")):
+        interrupt = mock.patch.object(owner, name, Interrupts(getattr(owner, name)))
+        with interrupt if rank == 0 else contextlib.nullcontext():
+            with pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError) as _kept:
+                square(model, rank)
+            dist.barrier()
+        model.zero_grad()
+        square(model, rank)
+        assert_gradients(module, expected)
+        model.zero_grad()
 
 
 @on_two_ranks

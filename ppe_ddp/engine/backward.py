@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import compress
+from itertools import compress, zip_longest
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from time import perf_counter_ns
@@ -247,8 +247,10 @@ class EndOfBackward:
     @uncompiled_hook
     def __call__(self) -> None:
         """Called by autograd: the graph task is done."""
-        if self.backward is not None:
-            self._then(self.backward)
+        then, backward = self._then, self.backward
+        del self  # the traceback of an error would keep it alive, and the other ranks would not be told
+        if backward is not None:
+            then(backward)
 
 
 RAISED = "its backward has raised an error"
@@ -281,6 +283,8 @@ class Synchronizer(ABC):
         self.groups = groups
         self.knows_of_failure = False  # this step has failed, and all ranks know of it
         self.weights = Weights(has_nonzero)  # the weight (``weigh()``) of gradients that are not synchronized yet
+        self.asking: Sequence[int] = ()
+        """While masks are sent, each of which counts the step in its group: the numbers of the last step."""
         self.has_told = False
         """Whether the other ranks know of an error in :meth:`renewing`."""
 
@@ -361,9 +365,8 @@ class Synchronizer(ABC):
         self.knows_of_failure = True
         has_told, self.has_told = self.has_told, False
         if backward.phase is Phase.BEGUN and not isinstance(error, Exception) and not has_told:
-            for groups in self.groups:  # an interrupt in a hook: the other ranks are in this step, not in the last
-                groups.skip_step(error)
-        phase = backward.fail()
+            self._skip_step(error)  # an interrupt in a hook: the other ranks are in this step, not in the last
+        phase, self.asking = backward.fail(), ()
         instead: list[PpeDdpError | None] = []
 
         def end(groups: Groups) -> None:
@@ -390,10 +393,15 @@ class Synchronizer(ABC):
             return False
         error = AbortedError(reason) if backward.cause is None else relayed(backward.cause)
         if backward.phase is Phase.BEGUN:
-            for groups in self.groups:
-                groups.skip_step(error)
+            self._skip_step(error)
         self.fail(backward, error)
         return True
+
+    def _skip_step(self, error: BaseException) -> None:
+        """Count a step that has failed as it began, in the groups in which its mask, which counts it, was not sent."""
+        for groups, step in zip_longest(self.groups, self.asking):
+            if step is None or groups.step == step:
+                groups.skip_step(error)
 
     def begin_step(self) -> None:
         """Begin a step; a failure of the previous one is over."""

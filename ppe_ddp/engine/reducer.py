@@ -389,14 +389,14 @@ class Reducer(Generic[C]):
         self.groups.check_process()
         if self._arrivals.streams is not None:
             self._arrivals.check(self.groups.rank)
-        # A backward that reaches no parameter here may reach some on other ranks. Or it reaches them through reentrant
-        # checkpoints, which have graph tasks of their own: the first arrival there begins it anew.
+        # If it reaches no parameter, other ranks' may, or a reentrant checkpoint, whose first arrival begins it anew.
         turn = self.shared.turn()
         triggers: Collection[int] = ()
         is_put_off = not self._overlap or self._sync_hooks or turn is not None or self.synchronizer.sends_nothing
         expected = None if is_put_off or not reached else reached
         backward = Backward(self._names, turn=turn, is_empty=not reached, alive=self._end_callback, expected=expected)
         callback.backward = self._backward = backward
+        del callback  # an error's traceback would keep it alive, and the other ranks would not be told
         if self.synchronizer.must_renew():
             backward.waiting = None
         elif expected is not None:
@@ -469,7 +469,7 @@ class Reducer(Generic[C]):
     def _finish_failed(self, backward: Backward, error: BaseException) -> Steps:
         """End ``backward``, which has failed here with ``error``, for the other ranks; may raise another error."""
         is_own = isinstance(error, Exception) and not isinstance(error, PeerAbortedError | CommunicationError)
-        if backward.phase is Phase.BEGUN and is_own and not self.synchronizer.has_told:
+        if backward.phase is Phase.BEGUN and is_own and not (self.synchronizer.has_told or self.synchronizer.asking):
             self._forwards.excuse(dropped=backward.is_manual)
             yield from self._finish_aborted(backward)  # this rank has sent nothing, so it can still take part
         elif backward.phase not in (Phase.OVER, Phase.FAILED):

@@ -245,6 +245,7 @@ class BucketSynchronizer(Synchronizer):
             sends_buffers = self._policy.broadcast_buffers is not None and self._module_state.has_buffers
             buffers = self._module_state.buffers() if sends_buffers else {}
             is_writer = self._writers(backward, buffers) if buffers else []
+            self.asking = (self._groups.step,)
             exchange = self.negotiation.start(
                 local,
                 not backward.silent,
@@ -256,6 +257,7 @@ class BucketSynchronizer(Synchronizer):
                 own={"weights": said},
             )
         backward.negotiate((exchange,), buffers, is_writer)
+        self.asking = ()
         return self.negotiation.planner.launch_triggers
 
     def _writers(self, backward: Backward, names: Collection[str]) -> list[bool]:

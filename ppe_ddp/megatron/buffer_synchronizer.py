@@ -242,8 +242,10 @@ class BufferSynchronizer(Synchronizer):
             self._finite = FiniteCheck(self._names)
         local = self.gradients.existing(backward.waiting or bytes(len(self._parameters)))
         backward.recorder.local = bytes(local)
+        self.asking = [groups.step for groups in self.groups]
         exchanges = [group.negotiation.start(group.local(local), 0) for group in self.reduction_groups]
         backward.negotiate(exchanges, {}, ())
+        self.asking = ()
         return self.layout.launch_triggers
 
     def make_schedule(self, backward: Backward) -> LaunchSchedule[BufferBucket]:
