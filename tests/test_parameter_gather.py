@@ -15,6 +15,7 @@ from torch import nn
 from ppe_ddp import CommunicationError, UnusableError
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+from ppe_ddp.nested_tensors import Inputs
 
 X = torch.ones(2, 3)
 
@@ -243,9 +244,11 @@ def unseen(parameter):
         return parameter * 1.0
 
 
-def test_gradients_may_be_looked_at_and_cleared_meanwhile():
+def test_gradients_may_be_looked_at_and_cleared_and_inputs_moved_meanwhile():
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    inputs = Inputs(net)
     gather, model = under_way(list(net.parameters()))
+    inputs.to_device((X,), {})  # a forward begins with it
     for parameter in net.parameters():
         parameter.grad = None
         assert parameter.grad is None

@@ -51,7 +51,7 @@ Unit = tuple[int, int]  # the number of the model, and the number of the unit in
 logger = logging.getLogger("ppe_ddp")
 _OWNER = "_parameter_gather"  # the attribute of a pending parameter that names its ParameterGather
 _ATTRIBUTES: Any = torch.Tensor
-# Used by zero_grad() and by reads of gradients; none of these depends on a parameter's values.
+# Used by zero_grad(), by reads of gradients, and as inputs are moved; none of these depends on a parameter's values.
 _USES_NO_VALUES = frozenset(
     [
         _ATTRIBUTES.grad.__get__,
@@ -59,6 +59,7 @@ _USES_NO_VALUES = frozenset(
         _ATTRIBUTES.grad.__delete__,
         _ATTRIBUTES.requires_grad.__get__,
         _ATTRIBUTES.is_leaf.__get__,
+        _ATTRIBUTES.device.__get__,
     ]
 )
 
