@@ -318,35 +318,6 @@ def test_after_a_failed_step_what_was_started_has_a_forward_of_which_no_backward
     hold_failed_steps(make, (False, True, False, True, True, False), forwards=True)
 
 
-@each_kind
-@on_two_ranks
-def test_a_rank_that_fails_in_one_lets_the_other_not_wait_in_it_for_what_both_have_started(make):
-    rank = dist.get_rank()
-    wrappers = [DistributedDataParallel(module) for module in make(2)]
-    for end in (DistributedDataParallel.finish_grad_sync, DistributedDataParallel.abort_grad_sync):
-        for fails in (True, False):
-            want = expected([wrapper.module for wrapper in wrappers], [[(1,)]] * 2, 0)
-            for wrapper in wrappers:
-                wrapper.zero_grad()
-            output = wrappers[1](data(4, 3, step=1))
-            if fails and rank == 1:
-                output.register_hook(lambda gradient: gradient.view(-1, 5))  # it has 8 elements
-            wrappers[0].start_grad_sync()
-            if not fails:
-                output.pow(2).sum().backward()
-                wrappers[0].finish_grad_sync()
-                for wrapper, table in zip(wrappers, want, strict=True):
-                    assert_gradients(wrapper.module, table)
-                continue
-            with pytest.raises(
-                RuntimeError if rank else PeerAbortedError,
-                match="invalid for input" if rank else "its backward has raised",
-            ):
-                output.pow(2).sum().backward()
-            dist.barrier()  # nobody waits for what is ended only now
-            end(wrappers[0])
-
-
 def hold_failed_steps(make, steps, *, forwards):
     """Each rank starts the other one's wrapper, and in steps that are True rank 1 fails; with ``forwards`` of both."""
     rank = dist.get_rank()

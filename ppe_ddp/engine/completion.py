@@ -542,19 +542,18 @@ def note_failure_of_open() -> None:
 def finish(completions: Sequence[Completion]) -> None:
     """Drive these to their ends, none waiting for another; each keeps its error for :meth:`Completion.conclude`.
 
-    Open completions that share parameters with them end, too. They stay open if one of these fails: the rank that has
-    failed may not end its own yet.
+    Open completions that share parameters with them end, too.
     """
     here = threading.get_ident()  # a step of one may run this
     others = [one for one in _everyone_open() if not (one.is_done or one._running_on == here or one in completions)]
-    turns = arrange(_turns_of(completions), _turns_of(others))
-    joined = [other for other in others if other.turn in turns]
-    others = [other for other in others if other.turn is None or not (other.turn in turns or other.turn.is_held)]
-    if others or joined or completions[1:]:
-        _poll(completions, joined, others)
+    joined = arrange(_turns_of(completions), _turns_of(others))
+    completions = [*completions, *(other for other in others if other.turn in joined)]
+    others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
+    if others or completions[1:]:
+        _poll(completions, others)
     elif completions and not completions[0].is_done:
         completions[0].advance(to_end=True)
-    for completion in (*completions, *(one for one in joined if one.is_done)):
+    for completion in completions:
         Completion._open.pop(id(completion), None)
 
 
@@ -583,14 +582,13 @@ def conclude(completions: Sequence[Completion]) -> None:
             stack.callback(completion.conclude)
 
 
-def _poll(own: Sequence[Completion], joined: Sequence[Completion], others: Sequence[Completion]) -> None:
+def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> None:
     # Sorted, so that every rank makes the same choice among several that are ready.
-    completions = [*own, *joined]
     waiting = sorted([*completions, *others], key=lambda completion: in_order(completion.groups))
     seconds = max(completion.groups.timeout_seconds for completion in waiting)
     late: CommunicationError | PeerAbortedError | None = None
     try:
-        while not all(one.is_done for one in (own if any(one.has_failed for one in own) else completions)):
+        while not all(completion.is_done for completion in completions):
             waiting = [completion for completion in waiting if not completion.is_done]
             left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
