@@ -406,18 +406,23 @@ def test_a_state_that_was_saved_after_a_step_which_one_rank_has_lost_is_loaded()
         wrapper = DistributedDataParallel(seeded(Routes, 4, 5))
         wrapper.register_comm_hook(compressor)
         step(wrapper, dist.get_rank(), 0)
-        compressor.in_step = 1
-        if dist.get_rank() == rank:
-            with pytest.raises(MemoryError):
-                step(wrapper, rank, 1)
-        else:
+        compressor.in_step, has_lost = 1, False
+        try:
             step(wrapper, dist.get_rank(), 1)
+        except MemoryError:
+            assert dist.get_rank() == rank
+            has_lost = True
+        except PeerAbortedError:  # where the other rank has closed its connections before its last message has arrived
+            assert dist.get_rank() != rank
+            has_lost = True
+        assert has_lost or dist.get_rank() != rank
         state, compressor.in_step = wrapper.comm_state_dict(), None
-        assert state["steps"] == (1 if dist.get_rank() == rank else 2)
+        assert state["steps"] == (1 if has_lost else 2)
+        most = max(of_all_ranks(state["steps"]))
         resumed = DistributedDataParallel(seeded(Routes, 4, 5))
         resumed.register_comm_hook(compressor)
         resumed.load_comm_state_dict(state)
-        for number in (2, 3):
+        for number in (most, most + 1):
             resumed.zero_grad()
             step(resumed, dist.get_rank(), number)
             assert any(mean is not None for mean in gradients(resumed).values())
