@@ -71,6 +71,12 @@ class DdpJoinHook(JoinHook):
                 f"rank {reducer.groups.rank}: join() is not for a model with a DistributedOptimizer, since a rank that "
                 "has run out would leave its shards as they are: give it finish_grad_sync() and a step instead"
             )
+        if reducer is not None and reducer.groups.parent.group_name in reducer.synchronizer.turns:
+            raise UnusableError(
+                f"rank {reducer.groups.rank}: {reducer.synchronizer.reduction.title} communicates in the process group "
+                "in which torch's Join counts the ranks that have inputs, at the same time, so that messages would "
+                "meet: give the hook a group of its own (torch.distributed.new_group() as its state)"
+            )
         self._reducer = reducer
         self._module_state = module_state
         self._before = before

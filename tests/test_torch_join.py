@@ -103,6 +103,33 @@ def test_a_forward_without_gradients_inside_a_join():
     assert_same_parameters(wrapper.module)
 
 
+def sum_in_own_group(group, bucket):
+    work = dist.all_reduce(bucket.buffer().div_(2), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class SlotState:
+    """A state without a `__dict__`, as that of torch's PowerSGD is."""
+
+    __slots__ = ("process_group",)
+
+    def __init__(self, group):
+        self.process_group = group
+
+
+@on_two_ranks
+def test_a_hook_in_the_group_in_which_join_counts_is_refused():
+    refused = DistributedDataParallel(seeded(mlp, 4, 2))
+    refused.register_comm_hook(None, sum_in_own_group)
+    with pytest.raises(UnusableError, match=r"sum_in_own_group .* a group of its own"):
+        train(refused, refused.join(), 1)
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2))
+    state = SlotState(dist.new_group())
+    wrapper.register_comm_hook(state, lambda state, bucket: sum_in_own_group(state.process_group, bucket))
+    train(wrapper, wrapper.join(), 1 + 2 * dist.get_rank())
+    assert_same_parameters(wrapper.module)
+
+
 @on_two_ranks
 def test_early_termination_raises_on_every_rank():
     wrapper = DistributedDataParallel(seeded(mlp, 4, 2))

@@ -356,7 +356,8 @@ def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
 
 def _groups_in(state: object) -> list[ProcessGroup]:
     """The groups in which a hook of torch's kind with this state may communicate."""
-    found = [one for one in (state, *getattr(state, "__dict__", {}).values()) if isinstance(one, ProcessGroup)]
+    names = (*getattr(state, "__dict__", ()), *getattr(state, "__slots__", ()))  # torch's PowerSGDState has slots
+    found = [one for one in (state, *(getattr(state, name, None) for name in names)) if isinstance(one, ProcessGroup)]
     return found or ([default_group()] if dist.is_initialized() else [])
 
 
