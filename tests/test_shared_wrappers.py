@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.backward import Phase
+from ppe_ddp.engine.completion import SharedParameters, arrange
+from ppe_ddp.engine.reduction import BLOCKING
 from rank_tests import VARIANTS, each_variant, on_three_ranks, on_two_ranks
 
 
@@ -217,6 +220,25 @@ def test_a_wrapper_connects_again_beside_a_function_that_blocks():
         model.zero_grad()
     sum(model(torch.full((3, 4), 1.0 + dist.get_rank())).sum() for model in models).backward()
     assert all(model.module.weight.grad.eq(4.5).all() for model in models)
+
+
+def test_a_function_that_blocks_is_called_after_a_wrapper_behind_it_has_connected_again():
+    groups = [
+        SimpleNamespace(parent=SimpleNamespace(group_name="0"), number=k, name=f"0/{k}", step=1, is_closed=k == 2)
+        for k in (1, 2)
+    ]
+    shared = [SharedParameters(one, exclusive=False, turns=lambda: BLOCKING) for one in groups]
+    for one in shared:
+        one.take_turns()
+    blocking, connecting = turns = [one.turn() for one in shared]
+    arrange(turns, [])
+    blocking.agree(blocking.apart)
+    has_come = next(blocking.wait())
+    assert not has_come()
+    groups[1].is_closed = False
+    assert has_come()
+    connecting.agree(connecting.apart)
+    assert not next(connecting.wait())()
 
 
 @on_three_ranks

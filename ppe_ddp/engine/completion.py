@@ -229,6 +229,7 @@ class Turn:
         self._sharers: list[Turn] = []
         self._before: list[Turn] = []
         self._ahead: list[Turn] = []
+        self._together: list[Turn] = []  # those of the sharers that every rank ends together with it
         self._claimed = b""
         self._slot = self._digest = 0
         # Both sets have identities of parameters, and are common to all turns that end together.
@@ -283,7 +284,8 @@ class Turn:
             self.check_weighed()
         own = self.apart
         same = [apart[k : k + 2] == own[k : k + 2] for k in range(0, len(own), 2)]
-        self._ahead = [other for other in self._before if same[other._slot]]
+        self._together = [other for other in self._sharers if same[other._slot]]
+        self._ahead = [other for other in self._before if other in self._together]
 
     def check_weighed(self) -> None:
         """Raise :class:`UnusableError` if another wrapper averages some of the parameters over other ranks."""
@@ -305,13 +307,15 @@ class Turn:
     def _has_come(self) -> bool:
         if any(other._state is _State.SENDING for other in self._sharers):
             return False
+        if any(other._state is _State.ASKED and other._shared.groups.is_closed for other in self._together):
+            return False  # it connects again on all ranks, some of which may block there already
         return all(other._state is _State.OVER for other in self._ahead)
 
     def end(self) -> None:
         """Let the next turn begin."""
         self._state = _State.OVER
         self._shared.settle()
-        self._sharers, self._before, self._ahead = [], [], []  # breaks the reference cycles between turns
+        self._sharers, self._together, self._before, self._ahead = [], [], [], []  # else turns refer to one another
 
     def _shares_with(self, other: Turn) -> bool:
         return self._shared.goes_apart_from(other._shared)
