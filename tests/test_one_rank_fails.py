@@ -5,6 +5,7 @@ In each way once: their combinations, in all orders of events, are in tests/simu
 
 import contextlib
 import itertools
+import os
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.errors import AbortedError
 from ppe_ddp.torch_internals import at_end_of_backward
+from ppe_ddp.waiting import progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 
 WAYS_OF_SHARDS = (*failing_shards.PATCHES, *failing_shards.PLUGS)
@@ -230,6 +232,12 @@ def test_what_was_sent_in_a_step_still_arrives_when_its_sender_fails_in_the_next
     groups.note(Activity.DONE)
 
 
+def await_mask(model):
+    """In a backward, wait until the ranks have agreed on the mask, so that the next arrivals launch buckets."""
+    (exchange,) = model._reducer._backward.exchanges
+    progress_engine(os.getpid()).wait_until(exchange.done, seconds=failing.SECONDS)
+
+
 def holding_the_graph(held):
     """A patch: the callback of a backward, which shows whether its graph is still held, is kept in ``held``."""
 
@@ -283,7 +291,7 @@ def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_aw
 
     def fail():
         hooks = [
-            module[4].bias.register_hook(lambda _: time.sleep(0.1)),  # the ranks agree on the mask meanwhile
+            module[4].bias.register_hook(lambda _: await_mask(model)),
             module[0].weight.register_hook(lambda _: 1 / 0),
         ]
         with holding_the_graph(held), pytest.raises(ZeroDivisionError):
