@@ -312,6 +312,17 @@ def hold_many(count, *, seed=0):
         hold(way, turns=4, seed=f"{seed} {place}")
 
 
+def shorten_timeout(wrapper, seconds):
+    """Let this rank wait so long by the wrapper's connections; those that it has after a failure have the usual time.
+
+    On a machine that is busy the ranks may take longer to make groups, and to begin.
+    """
+    for connections in wrapper._reducer.connections:
+        connections.timeout_seconds = seconds
+        for group in (connections.buckets, connections.control):
+            group._waits.timeout = seconds
+
+
 class Telling(logging.Handler):
     """Says in the store that the library has warned here of a wait."""
 
