@@ -2,8 +2,8 @@
 
 import ctypes
 import os
-import re
 import pickle
+import re
 import signal
 import subprocess
 import threading
