@@ -23,13 +23,15 @@ from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_g
 from one_process import gradients as gradients_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
+from ppe_ddp.backends.rank_store import SILENT
 from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.failures import Renewals
 from ppe_ddp.engine.gradients import FiniteCheck
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.errors import AbortedError
+from ppe_ddp.errors import AbortedError, CommunicationError
 from ppe_ddp.torch_internals import at_end_of_backward
 from ppe_ddp.waiting import progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
@@ -175,6 +177,22 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
         groups.fail(AbortedError(), "begun")
     run(renewing_all(both))
     assert [groups.is_closed for groups in both] == [False, False]
+
+
+@on_two_ranks
+def test_a_store_that_is_slow_to_answer_is_asked_again_while_the_ranks_connect():
+    groups, outcome = Groups.duplicate(dist.group.WORLD), Renewals.outcome
+    groups.fail(AbortedError(), "begun")
+    silent = [CommunicationError(SILENT)] * 3
+
+    def ask(renewals):
+        if silent:
+            raise silent.pop()
+        return outcome(renewals)
+
+    with mock.patch.object(Renewals, "outcome", ask):
+        run(renewing_all([groups]))
+    assert (silent, groups.is_closed) == ([], False)
 
 
 @on_three_ranks
