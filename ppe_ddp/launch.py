@@ -267,7 +267,8 @@ def _exit_after_the_cause(heard: threading.Event) -> None:
     torchrun reports the first rank that exits as the root cause. It ends the others, and so this wait.
     """
     if heard.is_set():
-        time.sleep(_EXIT_SECONDS)
+        with contextlib.suppress(KeyboardInterrupt):  # which torchrun sends to all of them after a Ctrl-C
+            time.sleep(_EXIT_SECONDS)
 
 
 def _join(place: Rendezvous, backend: str, timeout: Timeout, pg_options: Any) -> None:

@@ -333,7 +333,9 @@ class ProgressThread:
         """End the thread before Python ends: a thread that returns from torch or MPI later would abort the process."""
         self._is_ending = True
         self._work.set()
-        self._thread.join()
+        while self._thread.is_alive():
+            with suppress(KeyboardInterrupt):  # a second Ctrl-C, while the process is ending after the first one
+                self._thread.join()
 
 
 @functools.cache

@@ -8,10 +8,12 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
+from operator import gt
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._device import _device_constructors
 
@@ -305,21 +307,30 @@ def calls_of_ours(call):
     return calls
 
 
-def fewest_calls(shared_memory):
-    """Functions, files, and calls of a backward; the fewest of some, as a rank that waits long looks for failures."""
+def fewest_calls(shared_memory, limits):
+    """Functions, files, and calls of a backward; the fewest of many, as a rank that waits looks whether it is over.
+
+    On a machine that is busy, a rank rarely comes last to all that it waits for. So there are more while some rank
+    is above the ``limits``.
+    """
     layers = [nn.Linear(64, 64) for _ in range(4)]
     model = ppe_ddp.DistributedDataParallel(nn.Sequential(*layers), shared_memory=shared_memory)
-    fewest = [sys.maxsize] * 3
-    for _ in range(150):
+    fewest, is_above = [sys.maxsize] * 3, torch.ones(1)
+    for number in range(1, 2001):
         model.zero_grad()
         calls = calls_of_ours(model(torch.ones(4, 64)).square().mean().backward)
         counts = len(calls), len({file for file, _ in calls}), calls.total()
         fewest = list(map(min, fewest, counts))
+        if number % 50 == 0:
+            is_above.fill_(any(map(gt, fewest, limits)))
+            dist.all_reduce(is_above)
+            if not is_above:
+                break
     return fewest
 
 
 def test_a_backward_of_a_graph_that_does_not_change_enters_few_functions():
     with Ranks(2) as ranks:  # new ones, since whatever was used before in a process adds to it
         for shared_memory, limits in [(False, (90, 16, 150)), (True, (130, 24, 260))]:
-            for fewest in ranks.run(fewest_calls, shared_memory, timeout=120):
+            for fewest in ranks.run(fewest_calls, shared_memory, limits, timeout=300):
                 assert all(count <= limit for count, limit in zip(fewest, limits, strict=True)), fewest

@@ -360,12 +360,12 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_timeout(impat
 
 def wait_in_a_cycle(before_backward):
     """Each rank's backward uses other wrappers than the other's; what comes of a step, and after how many seconds."""
-    rank, size, begin = dist.get_rank(), dist.get_world_size(), time.monotonic()
+    rank, size = dist.get_rank(), dist.get_world_size()
     wrappers = [DistributedDataParallel(seeded(mlp, 4, 2)) for _ in range(8)]
     others = [one for k, one in enumerate(wrappers) if k % size != rank]
     for one in others if before_backward else ():
         one.start_grad_sync()
-    text = ""
+    text, begin = "", time.monotonic()
     try:
         sum(one(torch.ones(1, 4)).sum() for one in wrappers[rank::size]).backward()
         for one in others:

@@ -95,6 +95,6 @@ def pages_of_groups():
 
 
 def test_groups_that_are_made_and_destroyed_take_no_more_memory():
-    with Ranks(2, timeout=30) as ranks:
+    with Ranks(2) as ranks:
         for counts in ranks.run(pages_of_groups):
             assert counts[-1] <= counts[2] + 1, counts

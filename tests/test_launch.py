@@ -268,9 +268,13 @@ def test_more_ranks_than_devices_is_an_error_unless_each_rank_sees_one(two_gpus,
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """A port at which ranks may meet; it stays bound here, so that the system gives it to no other connection."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the store may listen there all the same
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    held.detach()
+    return str(port)
 
 
 def join(environment, arguments):
@@ -309,7 +313,7 @@ def slurm_environments():
     ("launcher", "environments"), [("torchrun", torchrun_environments), ("slurm", slurm_environments)]
 )
 def test_ranks_meet(two_ranks, launcher, environments):
-    arguments = {"backend": "cpu:gloo", "timeout": 20}
+    arguments = {"backend": "cpu:gloo", "timeout": 60}
     results = two_ranks.run_each(join, [(environment, arguments) for environment in environments()])
     for rank, (job, again, said, total) in enumerate(results):
         assert job == again == Job(rank, 2, rank, torch.device("cpu"), "cpu:gloo", launcher)
@@ -464,7 +468,7 @@ def join_where_torch_serves(environment):
         port = int(environment["MASTER_PORT"])
         earlier = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False, multi_tenant=True)
     dist.barrier()  # in the tests' own group, which join() leaves
-    return *join(environment, {"backend": "gloo", "timeout": 20}), earlier is None
+    return *join(environment, {"backend": "gloo", "timeout": 60}), earlier is None
 
 
 def test_ranks_meet_where_torch_serves_already(two_ranks):

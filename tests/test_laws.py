@@ -215,7 +215,7 @@ def wrap_what_only_some_ranks_have():
 
 
 def test_ranks_that_have_wrapped_different_numbers_of_modules_can_wrap_one_together():
-    with Ranks(3, timeout=20, group_timeout=8) as ranks:
+    with Ranks(3) as ranks:
         ranks.run(wrap_what_only_some_ranks_have)
 
 

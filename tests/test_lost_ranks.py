@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import secrets
 import signal
-import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -321,13 +320,22 @@ def test_ranks_elsewhere_are_asked_by_the_store(peer):
     assert str(dead) == "rank 2, which has died (it had sent all buckets of step 5)"
 
 
-def test_a_process_may_show_its_end_after_all_other_nodes_have_answered(peer):
-    store = dist.HashStore()
+def test_a_process_may_show_its_end_after_all_other_nodes_have_answered(peer, monkeypatch):
+    store, looks, lost = dist.HashStore(), [], peer.processes.lost
     LostRanks(BoundedStore(store), "one", 2, 3, PeerProcesses(2))._tell([])
-    death = threading.Timer(0.1, peer.process.kill)
-    death.start()
+
+    def look():
+        looks.append(lost())
+        if len(looks) == 2:  # the others have answered after the first look
+            peer.signal_and_await(signal.SIGKILL, Condition.ENDED)
+        return looks[-1]
+
+    monkeypatch.setattr(peer.processes, "lost", look)
+    for name in ("_HERE_SECONDS", "_ELSEWHERE_SECONDS"):  # on a machine that may be busy
+        monkeypatch.setattr(failures_module, name, 60.0)
     (dead,) = lost_ranks(peer, 3, store).find()
     assert (dead.rank, dead.is_gone) == (1, True)
+    assert looks[:2] == [{}, {}]
 
 
 class CountingStore(dist.Store):

@@ -33,7 +33,7 @@ def nodes():
 
 
 def shell(nodes, node, script):
-    done = nodes.run(node, ["sh", "-c", script], timeout=10)
+    done = nodes.run(node, ["sh", "-c", script], timeout=60)
     assert (done.code, done.errors) == (0, ""), done
     return done.output.strip()
 
@@ -53,7 +53,7 @@ def test_each_node_has_a_name_processes_and_memory_of_its_own(nodes):
 
 def test_commands_run_in_the_current_folder_with_an_environment(nodes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = nodes.run(1, ["sh", "-c", "pwd; echo $MORE; exit 7"], timeout=10, environment={"MORE": "of it"})
+    done = nodes.run(1, ["sh", "-c", "pwd; echo $MORE; exit 7"], timeout=60, environment={"MORE": "of it"})
     assert (done.code, done.output) == (7, f"{tmp_path}\nof it\n")
 
 
@@ -98,7 +98,7 @@ def leave_on(rank):
 
 @launchers
 def test_ranks_on_nodes_are_used_like_those_on_this_machine(nodes, launcher):
-    with Ranks(3, starter=JobStarter(nodes, launcher, (2, 1)), timeout=20) as ranks:
+    with Ranks(3, starter=JobStarter(nodes, launcher, (2, 1))) as ranks:
         assert ranks.run(where) == [(0, "n0", [3.0, 3.0]), (1, "n0", [3.0, 3.0]), (2, "n1", [3.0, 3.0])]
         assert len({*ranks.pids, os.getpid()}) == 4
         bits = ranks.run(exchanged_bits, 1 << 20)
@@ -107,13 +107,13 @@ def test_ranks_on_nodes_are_used_like_those_on_this_machine(nodes, launcher):
         with pytest.raises(RankError) as caught:
             ranks.run(leave_on, 2)
         assert caught.value.ranks[2] is Outcome.DIED
-        assert all_end(before, seconds=10)
+        assert all_end(before, seconds=30)
 
 
 @launchers
 def test_a_job_on_nodes_has_its_ranks_output_and_exit_code(nodes, launcher):
     script = "echo $(hostname) ${RANK:-$PMI_RANK}; echo sent >&2; exit 5"
-    done = nodes.launch(launcher, ["/bin/sh", "-c", script], ranks=(2, 1), timeout=30)
+    done = nodes.launch(launcher, ["/bin/sh", "-c", script], ranks=(2, 1), timeout=90)
     assert sorted(done.output.split("\n")) == ["", "n0 0", "n0 1", "n1 2"]
     assert done.code not in (0, 124)
     assert done.errors.count("sent") == 3

@@ -5,6 +5,7 @@ In each way once: their combinations, in all orders of events, are in tests/simu
 
 import contextlib
 import itertools
+import os
 import signal
 import threading
 import time
@@ -22,14 +23,17 @@ from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_g
 from one_process import gradients as gradients_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
+from ppe_ddp.backends.rank_store import SILENT
 from ppe_ddp.engine import reducer
 from ppe_ddp.engine.completion import run
+from ppe_ddp.engine.failures import Renewals
 from ppe_ddp.engine.gradients import FiniteCheck
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.errors import AbortedError
+from ppe_ddp.errors import AbortedError, CommunicationError
 from ppe_ddp.torch_internals import at_end_of_backward
+from ppe_ddp.waiting import progress_engine
 from rank_tests import on_three_ranks, on_two_ranks
 
 WAYS_OF_SHARDS = (*failing_shards.PATCHES, *failing_shards.PLUGS)
@@ -175,6 +179,22 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
     assert [groups.is_closed for groups in both] == [False, False]
 
 
+@on_two_ranks
+def test_a_store_that_is_slow_to_answer_is_asked_again_while_the_ranks_connect():
+    groups, outcome = Groups.duplicate(dist.group.WORLD), Renewals.outcome
+    groups.fail(AbortedError(), "begun")
+    silent = [CommunicationError(SILENT)] * 3
+
+    def ask(renewals):
+        if silent:
+            raise silent.pop()
+        return outcome(renewals)
+
+    with mock.patch.object(Renewals, "outcome", ask):
+        run(renewing_all([groups]))
+    assert (silent, groups.is_closed) == ([], False)
+
+
 @on_three_ranks
 def test_no_rank_begins_before_all_have_their_parameters():
     """One that fails in its first step closes the connections, by which another may still receive."""
@@ -230,6 +250,12 @@ def test_what_was_sent_in_a_step_still_arrives_when_its_sender_fails_in_the_next
     groups.note(Activity.DONE)
 
 
+def await_mask(model):
+    """In a backward, wait until the ranks have agreed on the mask, so that the next arrivals launch buckets."""
+    (exchange,) = model._reducer._backward.exchanges
+    progress_engine(os.getpid()).wait_until(exchange.done, seconds=failing.SECONDS)
+
+
 def holding_the_graph(held):
     """A patch: the callback of a backward, which shows whether its graph is still held, is kept in ``held``."""
 
@@ -283,7 +309,7 @@ def test_gradients_that_are_cleared_before_autograd_lets_go_of_the_graph_stay_aw
 
     def fail():
         hooks = [
-            module[4].bias.register_hook(lambda _: time.sleep(0.1)),  # the ranks agree on the mask meanwhile
+            module[4].bias.register_hook(lambda _: await_mask(model)),
             module[0].weight.register_hook(lambda _: 1 / 0),
         ]
         with holding_the_graph(held), pytest.raises(ZeroDivisionError):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppe_ddp import waiting
-from ppe_ddp.waiting import ProgressEngine
+from ppe_ddp.waiting import ProgressEngine, ProgressThread
 
 
 class Busy:
@@ -47,6 +47,23 @@ def test_a_core_that_another_program_uses_is_not_yielded_again(monkeypatch, seco
     assert len(yielded) == yields
     now[0] += 1.0
     engine.wait_until(lambda: len(yielded) > yields)  # it tries once more
+
+
+def test_a_second_interrupt_does_not_end_the_wait_for_a_thread_at_the_exit(monkeypatch):
+    """Python ends the process where a thread comes back from torch after that."""
+    progress = ProgressThread(os.getpid(), "waits", long_nap=0.001, short_nap=0.001, rest_after=1)
+    thread, interrupts = progress._thread, [KeyboardInterrupt, KeyboardInterrupt]
+
+    def join():
+        if interrupts:
+            raise interrupts.pop()
+        thread.join()
+
+    monkeypatch.setattr(
+        progress, "_thread", SimpleNamespace(join=join, is_alive=lambda: interrupts or thread.is_alive())
+    )
+    progress._end()
+    assert not thread.is_alive()
 
 
 class Interrupting:

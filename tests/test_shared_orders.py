@@ -207,19 +207,24 @@ class QueueRank:
             self.phase = "advance"
         else:
             try:
-                has_ended = self.queue.has_ended([self.steps[self.ended]])
+                has_ended = "succeeds" if self.queue.has_ended([self.steps[self.ended]]) else ""
             except CommunicationError:
-                has_ended = True
+                has_ended = "fails"
             if has_ended:
                 self.ended += 1
-                ask("note", "is freed", self.ended)
+                ask("note", has_ended, self.ended)
             self.phase = "wait" if has_ended else "look" if self.can_be_given_up else "advance"
 
     def check(self, what, number, noted):
-        if what == "acts" and any((rank, "is freed", number) in noted for rank in range(self.size)):
+        if (
+            what == "acts"
+            and {(rank, end, number) for rank in range(self.size) for end in ("succeeds", "fails")} & noted
+        ):
             raise Unsound(f"rank {self.rank} acts in memory that a rank has freed in step {number}")
         if what == "has its result" and not all((rank, "acts", number) in noted for rank in range(self.size)):
             raise Unsound(f"rank {self.rank} has its result of step {number} too early")
+        if what == "fails" and (self.size - 1, "succeeds", number) in noted:
+            raise Unsound(f"rank {self.rank} fails in step {number}, from which the rank that gives up had gone on")
 
 
 class PagesRank:
@@ -298,6 +303,12 @@ BUGS = [
     Mutant("a record's place is taken early", StepQueue, "_publish", "> self._finished:", "> self._finished + 1:"),
     Mutant("a result is taken early", StepQueue, "advance", "min(map(_done, controls))", "max(map(_done, controls))"),
     Mutant("a step that is done is not shown", StepQueue, "advance", "self._own[_DONE] = launched.number", "pass"),
+    Mutant(
+        "what all have done fails", StepQueue, "_close", "self._held[0].number <= done", "self._held[0].number < done"
+    ),
+    Mutant(
+        "a rank is seen closed before what it has done", StepQueue, "_close", "self._progress.fence()  #", "pass  #"
+    ),
     Mutant("a page is taken while a rank looks at it", ControlPages, "take", "if all(", "if any("),
 ]
 

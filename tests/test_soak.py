@@ -20,7 +20,7 @@ def some_rounds():
 
 
 def test_over_gloo():
-    with Ranks(2, timeout=20) as ranks:
+    with Ranks(2) as ranks:
         for found in ranks.run(some_rounds, timeout=150)[0]:
             assert found["rounds"] == ROUNDS, found
             assert soak.leaks(found) == []
@@ -38,7 +38,7 @@ def test_over_mpi():
 @pytest.mark.long
 @pytest.mark.parametrize(("leak", "seen"), [("all", list(soak.BOUNDS)), ("wrappers", ["descriptors", "threads"])])
 def test_a_leak_is_seen(leak, seen):
-    with Ranks(2, timeout=20) as ranks:
+    with Ranks(2) as ranks:
         for found in ranks.run(leak_quickly, leak, timeout=150)[0]:
             texts = soak.leaks(found)
             assert [name for name in seen if not any(text.startswith(f"{name}: ") for text in texts)] == [], found

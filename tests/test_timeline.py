@@ -386,7 +386,7 @@ def check_nesting(events, threads=5):
 
 
 def test_a_rank_that_raises_leaves_its_record_and_keeps_nobody_waiting(ranks, tmp_path):
-    assert ranks.run(train_into, str(tmp_path), False, 1, timeout=30) == [None, "raised"]
+    assert ranks.run(train_into, str(tmp_path), False, 1) == [None, "raised"]
     assert [one.clock.rank for one in read_records(tmp_path)] == [0, 1]
     (tmp_path / "rank-1.json").unlink()
     with pytest.raises(ValueError, match=r"lacks the records of ranks \[1\] of 2"):

@@ -254,8 +254,10 @@ class Work(PythonWork):
             seconds = seconds or self._waits.timeout
         try:
             self._waits.until(self.done, self._what, self._absent, seconds, self._block, look)
-        except CommunicationError:
-            if not (self.done() and isinstance(self._error, DisagreementError)):
+        except (
+            CommunicationError
+        ):  # it may have succeeded all the same: another rank that had it has gone on, and failed
+            if not (self.done() and isinstance(self._error, DisagreementError | None)):
                 raise
 
     def done(self) -> bool:

@@ -348,12 +348,17 @@ class Groups:
         return []
 
     def _can_connect(self) -> bool:
-        """Whether a rank has refused, or all have come and no other group of this thread has to connect before."""
-        outcome = self._renewals.outcome()
-        if outcome is None or not outcome.words:
-            return outcome is not None
-        others = (other for other in _RENEWING.groups if other is not self)
-        return not any(other._renewals.may_precede(outcome.place) for other in others)
+        """Whether a rank has refused, or all have come and no other group of this thread has to connect before.
+
+        A store that does not answer in time is asked again until the timeout: its process may be short of a core.
+        """
+        with contextlib.suppress(CommunicationError):
+            outcome = self._renewals.outcome()
+            if outcome is None or not outcome.words:
+                return outcome is not None
+            others = (other for other in _RENEWING.groups if other is not self)
+            return not any(other._renewals.may_precede(outcome.place) for other in others)
+        return False
 
     def _follow(self, outcome: MeetingOutcome) -> None:
         """Take the step number from the outcome; if the ranks connect, begin a new generation of failure reports."""

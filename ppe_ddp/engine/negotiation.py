@@ -367,7 +367,7 @@ class Negotiation:
         """
         fewest, most = min(counts), max(counts)
         if most - fewest > 1:
-            _await_all(self._groups)
+            await_all(self._groups)
             raise DisagreementError(
                 f"rank {counts.index(most)} has a state of the compressor after step {most}, and rank "
                 f"{counts.index(fewest)} has one after step {fewest}: call load_comm_state_dict() on every rank with "
@@ -472,7 +472,7 @@ def _buffer_lines(buffers: Mapping[str, Tensor]) -> list[str]:
     return [f"buffer {name!r} {buffer.dtype} {shapes[name]}" for name, buffer in buffers.items()]
 
 
-def _await_all(groups: Groups) -> None:
+def await_all(groups: Groups) -> None:
     """Wait until all ranks have read the last message: one that raises might close the group."""
     with suppress(RuntimeError):
         groups.failures.wait(dist.barrier(groups.control, async_op=True), _CPU)
@@ -481,7 +481,7 @@ def _await_all(groups: Groups) -> None:
 def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     """The error that names the ranks that differ from rank 0, and the first difference of their lines. Collective."""
     tables: list[list[str]] = all_gather_json(list(lines), groups.control)
-    _await_all(groups)
+    await_all(groups)
     reference = tables[0]
     others = [rank for rank, table in enumerate(tables) if table != reference]
     if not others:

@@ -35,7 +35,7 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
-from ppe_ddp.engine.negotiation import Agreement, Negotiation
+from ppe_ddp.engine.negotiation import Agreement, Negotiation, await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Packing, Plan
 from ppe_ddp.engine.record import EventLog, span
@@ -50,7 +50,7 @@ from ppe_ddp.engine.replicas import (
     sources_of,
 )
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError
+from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, PpeDdpError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, WhereUsed
@@ -280,7 +280,11 @@ class BucketSynchronizer(Synchronizer):
         recorder.control_nbytes += exchange.nbytes
         recorder.agreed = answer.mask
         recorder.agreed_at = perf_counter_ns()
-        weight = self.weights.factor(answer.weights) if answer.weights.strip(UNWEIGHTED_BYTES) else None
+        try:
+            weight = self.weights.factor(answer.weights) if answer.weights.strip(UNWEIGHTED_BYTES) else None
+        except DisagreementError:
+            await_all(self._groups)
+            raise
         if self.scale_by_active and weight is None and self.reduction.sends_kept:
             # What is kept from this step is added to one with other ranks, so it must have the factor of this step.
             weight = self._factor_by_active(answer)

@@ -30,6 +30,7 @@ from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.completion import Completion
 from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, relayed
 from ppe_ddp.engine.groups import Groups, renewing_all
+from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, UnusableError
@@ -375,7 +376,9 @@ class ModelParallel:
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
-                raise _disagreement(groups, all_gather_json(lines, groups.control))
+                tables = all_gather_json(lines, groups.control)
+                await_all(groups)
+                raise _disagreement(groups, tables)
             groups.note(Activity.BUCKET)  # all ranks have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])

@@ -244,11 +244,18 @@ class StepQueue:
         return not held and not self._waiting
 
     def _close(self) -> None:
-        """Take no part any more. Memory of steps in flight is kept until all ranks have closed."""
+        """Take no part any more. Memory of steps in flight is kept until all ranks have closed.
+
+        A step of which all ranks have done their part succeeds here, too: another rank may have gone on from it.
+        """
         with self._progress.lock:
+            done = min(map(_done, self._controls))
+            while self._held and self._held[0].number <= done:
+                self._finish(self._held.popleft())
             self._waiting.clear()
             self._arriving.clear()
             self._crossing.clear()
+            self._progress.fence()  # a rank that sees this one closed sees what it has done before
             self._own[_CLOSED] = 1
             self._progress.fence()
         for link in (*self._links, *self.links_of_callers):
