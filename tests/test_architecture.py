@@ -306,11 +306,11 @@ def calls_of_ours(call):
 
 
 def fewest_calls(shared_memory):
-    """Functions, files, and calls of a backward; the fewest of some, as a rank that waits long looks for failures."""
+    """Functions, files, and calls of a backward; the fewest of 50, as a rank that waits long looks for failures."""
     layers = [nn.Linear(64, 64) for _ in range(4)]
     model = ppe_ddp.DistributedDataParallel(nn.Sequential(*layers), shared_memory=shared_memory)
     fewest = [sys.maxsize] * 3
-    for _ in range(150):
+    for _ in range(50):
         model.zero_grad()
         calls = calls_of_ours(model(torch.ones(4, 64)).square().mean().backward)
         counts = len(calls), len({file for file, _ in calls}), calls.total()
@@ -321,5 +321,8 @@ def fewest_calls(shared_memory):
 def test_a_backward_of_a_graph_that_does_not_change_enters_few_functions():
     with Ranks(2) as ranks:  # new ones, since whatever was used before in a process adds to it
         for shared_memory, limits in [(False, (90, 16, 150)), (True, (130, 24, 260))]:
-            for fewest in ranks.run(fewest_calls, shared_memory, timeout=120):
-                assert all(count <= limit for count, limit in zip(fewest, limits, strict=True)), fewest
+            for attempt in range(3):
+                found = ranks.run(fewest_calls, shared_memory, timeout=120)
+                if all(count <= limit for fewest in found for count, limit in zip(fewest, limits, strict=True)):
+                    break
+                assert attempt < 2, found
