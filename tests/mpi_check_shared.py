@@ -353,7 +353,7 @@ def shared_masks_move_beside_a_function_that_blocks():
     model = DistributedDataParallel(
         module, process_group=shared_group(1), reduce_function=overlapped(by_all_gather), bucket_cap_mb=0.02
     )
-    for step in range(20):
+    for step in range(6):
         batches = [torch.randn(3, 64, generator=torch.Generator().manual_seed(9 * step + rank)) for rank in range(size)]
         model.zero_grad()
         model(batches[dist.get_rank()]).square().mean().backward()

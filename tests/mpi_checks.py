@@ -28,8 +28,8 @@ from mpi_check_kit import names_for as all_names_for
 
 
 def names_for(size):
-    """Those for so many ranks; shared memory is the same over shm, which has it with every dtype."""
-    return all_names_for(size, few=("shared_",))
+    """Those for so many ranks; shared memory is the same over shm, which sums there with every dtype."""
+    return all_names_for(size, few=("shared_", "moving", "reduce-"))
 
 
 def main():

@@ -15,20 +15,17 @@ from ppe_ddp.backends.mpi import MpiOptions
 
 def dynamic_graphs():
     """Another path on each rank, in each step and in each micro-batch."""
-    count = 0
     for options in graphs.VARIANTS:
         graphs.test_another_path_on_each_rank_and_in_each_micro_batch.__wrapped__(options)
-        graphs.test_a_second_synchronization_without_zeroing_adds_its_averages.__wrapped__(options)
-        count += 2
-    return count
+    return len(graphs.VARIANTS)
 
 
 def splits():
     """Beside tensor and expert parallelism, whose own collectives come between the buckets."""
     count = 0
     for kind, overlap, sharded in itertools.product(("sequence", "pipeline", "expert"), (False, True), (False, True)):
-        if kind == "expert" and overlap:
-            continue  # collectives of the model's own come at other places on each rank: not for inline calls
+        if (kind == "expert" and overlap) or (kind != "expert" and (overlap == sharded) == (kind == "pipeline")):
+            continue  # experts' own collectives come at other places on each rank: not for inline calls
         parallel.compare(kind, [(overlap, sharded)])
         count += 1
     return count
@@ -36,12 +33,10 @@ def splits():
 
 def gathers():
     """Parameters that are read in every way, while they are being gathered or after."""
-    for overlap in (False, True):
-        overlapping.test_every_read_after_a_step_has_the_new_weights_even_on_one_rank_alone.__wrapped__(overlap)
-    overlapping.test_two_optimizers_of_one_model.__wrapped__()
+    overlapping.test_every_read_after_a_step_has_the_new_weights_even_on_one_rank_alone.__wrapped__(True)
     overlapping.test_with_overlap_a_forward_starts_before_everything_is_there.__wrapped__()
     overlapping.test_megatrons_param_sync_brings_what_attention_reads_of_its_child.__wrapped__()
-    return 5
+    return 3
 
 
 def failures():

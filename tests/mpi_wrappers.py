@@ -25,11 +25,11 @@ def on_two_ranks():
     for options in tests.VARIANTS:
         yield lambda options=options: own.test_a_collective_in_a_hook_of_one_parameter.__wrapped__(options)
         yield lambda options=options: own.test_a_flag_is_reduced_after_an_error_that_was_caught.__wrapped__(options)
-    for make in shared.KINDS:
+    for make in shared.KINDS[::2]:  # all are in tests/simulation
         yield lambda make=make: shared.test_each_rank_ends_its_backwards_in_its_own_order.__wrapped__(make, {})
     yield lambda: shared.test_hooks_in_one_group_of_the_users.__wrapped__(shared.hook_in_the_default_group)
     yield one_rank.hold_each_wrapper
-    for kind in one_rank.REFUSALS:
+    for kind in [*one_rank.REFUSALS][::3]:  # which masks tell, whatever carries them
         yield lambda kind=kind: one_rank.test_where_it_cannot_go_on_every_rank_has_an_error.__wrapped__(kind)
     yield lambda: tests.hold_random_models(5, hooked=True)
     yield lambda: shared.test_started_by_hand_and_ended_in_another_order.__wrapped__(shared.nothing_in_common)
@@ -50,7 +50,7 @@ def report():
     for place, options in enumerate(OPTIONS):
         dist.init_process_group("mpi4py", init_method="mpi://", timeout=timedelta(seconds=60), pg_options=options)
         cases = [*on_two_ranks()] if dist.get_world_size() == 2 else [*on_three_ranks()]
-        cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(5)]
+        cases += [lambda seed=seed: tests.hold_random_models(seed) for seed in range(3)]
         for case in cases[place :: len(OPTIONS)]:
             case()
             count += 1

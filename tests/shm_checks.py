@@ -39,10 +39,13 @@ ELSEWHERE = (
     "weighted_means",
     "what_megatron_has_accumulated",  # test_failed_steps.py
 )
+# With some dtypes: `reduce` and what is shared are summed as all-reduces are. A reduce-scatter by messages is summed in
+# the same way over each wire, and over MPI with every dtype; what only moves is packed alike, and here has every dtype.
+FEW = ("reduce-", "reduce_scatter-", "shared_reduce_scatter", "shared_all_gather")
 
 
 def names_for(size):
-    names = [name for name in all_names_for(size) if not name.startswith(ELSEWHERE)]
+    names = [name for name in all_names_for(size, few=FEW) if not name.startswith(ELSEWHERE)]
     return [name for name in names if name not in LEFT_OUT and module_of(name) not in OF_MPI]
 
 
@@ -75,7 +78,7 @@ def run_checks(rank, size, meeting, names):
 
 def run_wrappers():
     """The cases of several wrappers, and of models that communicate by themselves, over the default group."""
-    cases = [*on_two_ranks()][::2]  # all are in tests of wrappers that share memory beside a group over gloo
+    cases = [*on_two_ranks()][::3]  # all are in tests of wrappers that share memory beside a group over gloo
     for case in cases:
         case()
     return len(cases)

@@ -210,7 +210,7 @@ def test_a_distributed_optimizer_trains_on_as_before_a_look_at_its_state():
 @pytest.mark.parametrize("compiled", ["step", "step of the wrapped optimizer"])
 @on_two_ranks
 def test_a_step_that_was_compiled(compiled):
-    model, twin = (seeded(deep) for _ in range(2))
+    model, twin = (seeded(deep, 3) for _ in range(2))
     wrapper = DistributedDataParallel(model)
     inner = torch.optim.AdamW(wrapper.parameters(), lr=0.01)
     ours, theirs = DistributedOptimizer(inner, wrapper), torch.optim.AdamW(twin.parameters(), lr=0.01)
@@ -230,5 +230,5 @@ def test_a_step_that_was_compiled(compiled):
     assert_same(wrapper, twin, rtol=1e-4, atol=1e-6)  # compiled, Adam corrects its bias in single precision
 
 
-def deep():
-    return nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(6, 6), nn.Tanh())]).double()
+def deep(count=10):
+    return nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(6, 6), nn.Tanh())]).double()

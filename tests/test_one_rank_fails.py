@@ -45,13 +45,7 @@ def test_of_two(way):
     failing.hold(way)
 
 
-@pytest.mark.parametrize("way", ["before", "in_the_wait", "in_backward"])  # all are in tests/simulation
-@on_three_ranks
-def test_of_three(way):
-    failing.hold(way, turns=3, seed=1, gradient_as_bucket_view=False)
-
-
-@pytest.mark.parametrize("way", ["before", "on_a_thread", "in_packing"])
+@pytest.mark.parametrize("way", ["on_a_thread", "in_packing"])  # all are in tests/simulation
 @on_three_ranks
 def test_after_backward(way):
     failing.hold(way, turns=3, seed=3, overlap=False)

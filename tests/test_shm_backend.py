@@ -69,7 +69,7 @@ def test_the_laws_on_a_model_of_every_layer(two_shm_ranks):
 
 
 def test_several_wrappers_and_collectives_of_the_model(two_shm_ranks):
-    assert two_shm_ranks.run(run_wrappers, timeout=120)[0] > 10
+    assert two_shm_ranks.run(run_wrappers, timeout=120)[0] > 5
 
 
 def shm_group(**options):

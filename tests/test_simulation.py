@@ -6,7 +6,7 @@ from pathlib import Path
 from subprocesses import warm_python
 
 ROOT = Path(__file__).parent.parent
-SEEDS = 40
+SEEDS = 15
 
 
 def simulate(*arguments):
@@ -18,7 +18,7 @@ def simulate(*arguments):
 
 
 def test_seeds_are_sound():
-    """The same ones in every run: of fresh ones about one in a thousand is still not explained."""
+    """The same few in every run; `make seeds` runs thousands that nobody has seen."""
     output, is_sound = simulate("tests.simulation", "--seeds", f"0:{SEEDS}")
     assert is_sound, output
 
