@@ -254,9 +254,8 @@ class Work(PythonWork):
             seconds = seconds or self._waits.timeout
         try:
             self._waits.until(self.done, self._what, self._absent, seconds, self._block, look)
-        except (
-            CommunicationError
-        ):  # it may have succeeded all the same: another rank that had it has gone on, and failed
+        except CommunicationError:
+            # It may have succeeded all the same: another rank that had the result has gone on, and failed.
             if not (self.done() and isinstance(self._error, DisagreementError | None)):
                 raise
 
