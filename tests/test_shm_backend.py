@@ -235,6 +235,18 @@ def test_a_store_that_does_not_answer_keeps_nobody_waiting():
         answer.set()
 
 
+def test_a_call_after_the_group_was_given_up_tells_who_has_done_that():
+    def begun_over_closed_connections():
+        raise CommunicationError("the connections are closed")
+        yield
+
+    waits = work_module.Waits(dist.HashStore(), 0, "rank 0 of 2", 60.0, "shm")
+    call = work_module.WireCall("all_gather", waits, begun_over_closed_connections(), is_queued=False)
+    waits.give_up("it was interrupted")
+    with pytest.raises(CommunicationError, match=r"all_gather over shm failed: it was interrupted"):
+        work_module.CallSet(waits).begin(call)
+
+
 @on_two_ranks
 def test_a_rank_that_is_interrupted_while_it_makes_the_group_tells_the_others():
     for culprit in range(2):

@@ -452,7 +452,10 @@ class CallSet:
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        call.start()
+        try:
+            call.start()
+        except CommunicationError as error:  # the call before has succeeded, and the group is given up all the same
+            raise self._waits.error(call.what, self._waits.failure or str(error)) from None
         while self._calls and self._calls[0].is_done:
             self._calls.popleft()
         self._calls.append(call)
