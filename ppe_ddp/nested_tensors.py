@@ -47,11 +47,16 @@ def tensors_in(value: object, visited: dict[int, object] | None = None, *, level
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # type: ignore[arg-type]
     else:
         levels -= 1
-        members = (member for cls in type(value).__mro__ for member in vars(cls).values())
-        slots = [getattr(value, one.__name__, None) for one in members if isinstance(one, MemberDescriptorType)]
-        items = [*getattr(value, "__dict__", {}).values(), *slots]
+        items = attributes_of(value)
     for item in items:
         yield from tensors_in(item, visited, levels=levels)
+
+
+def attributes_of(value: object) -> list[object]:
+    """The values of an object's attributes, also of those in slots."""
+    members = (member for cls in type(value).__mro__ for member in vars(cls).values())
+    slots = [getattr(value, one.__name__, None) for one in members if isinstance(one, MemberDescriptorType)]
+    return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: Any, visited: dict[int, tuple[Any, Any]] | None = None) -> Any:

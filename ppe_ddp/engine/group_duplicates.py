@@ -94,14 +94,11 @@ def duplicates(
         share: Exchanges words with all ranks; called before each group is made, as gloo would block.
         devices: This rank's devices of :func:`devices_used`, which are connected with those of the other ranks.
     """
-    buckets, control = _made(parent, backends, name, shared_memory=shared_memory, before=_waiting(share))
+    before = bool if share is None else lambda name: share(f"makes/{name}", "")
+    buckets, control = _made(parent, backends, name, shared_memory=shared_memory, before=before)
     if share is not None and isinstance(buckets, DeviceRoutedGroup):
         _connect_devices(buckets, devices or {}, share)
     return buckets, control
-
-
-def _waiting(share: Share | None) -> Callable[[str], object]:
-    return bool if share is None else lambda name: share(f"makes/{name}", "")
 
 
 def _made(

@@ -23,6 +23,7 @@ from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.plan import BucketPlan
 from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import declares, is_plain_average, name_of
+from ppe_ddp.nested_tensors import attributes_of
 from ppe_ddp.torch_internals import version_of
 from ppe_ddp.waiting import awaited_once
 
@@ -356,8 +357,7 @@ def _can_be_given(hook: CommHook, state: object, parent: ProcessGroup) -> bool:
 
 def _groups_in(state: object) -> list[ProcessGroup]:
     """The groups in which a hook of torch's kind with this state may communicate."""
-    names = (*getattr(state, "__dict__", ()), *getattr(state, "__slots__", ()))  # torch's PowerSGDState has slots
-    found = [one for one in (state, *(getattr(state, name, None) for name in names)) if isinstance(one, ProcessGroup)]
+    found = [one for one in (state, *attributes_of(state)) if isinstance(one, ProcessGroup)]
     return found or ([default_group()] if dist.is_initialized() else [])
 
 

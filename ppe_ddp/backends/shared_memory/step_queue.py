@@ -231,10 +231,7 @@ class StepQueue:
                         self._own[_DONE] = launched.number
                 while self._crossing and self._end_crossing(self._crossing[0]):
                     self._own[_DONE] = self._crossing.popleft().number
-                done, finished = min(map(_done, controls)), self._finished
-                while held and held[0].number <= done:
-                    self._finish(held.popleft())
-                if not self._waiting or self._finished == finished:
+                if not self._finish_done() or not self._waiting:
                     break
         except BaseException as error:  # such as MemoryError, or Ctrl-C; a part that was begun cannot be done once more
             if not self._waits.look_now():  # a rank that gives the group up writes that before it closes connections
@@ -249,9 +246,7 @@ class StepQueue:
         A step of which all ranks have done their part succeeds here, too: another rank may have gone on from it.
         """
         with self._progress.lock:
-            done = min(map(_done, self._controls))
-            while self._held and self._held[0].number <= done:
-                self._finish(self._held.popleft())
+            self._finish_done()
             self._waiting.clear()
             self._arriving.clear()
             self._crossing.clear()
@@ -347,6 +342,13 @@ class StepQueue:
         StepParts.end("wire", launched.number, launched.crossed_at, launched.crossing.nbytes)
         launched.step.spread(launched.crossing, self._wires)
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
+
+    def _finish_done(self) -> bool:
+        """Finish the steps of which all ranks have done their part; returns whether there were any."""
+        held, done, finished = self._held, min(map(_done, self._controls)), self._finished
+        while held and held[0].number <= done:
+            self._finish(held.popleft())
+        return self._finished != finished
 
     def _finish(self, launched: LaunchedStep) -> None:
         """Copy the result of a step that is complete on all ranks to the user's tensor."""
