@@ -161,7 +161,7 @@ def arm(phase, occurrence, after, stop, log):
     setattr(owner, name, armed)
 
 
-def fail(_):
+def fail(*_):
     raise ArithmeticError("this rank alone")
 
 
@@ -246,9 +246,12 @@ def train(training, net, model, optimizer, ballast, raises_at, steps, log):
                 time.sleep(ballast.seconds)
                 if before == raises_at and dist.get_rank() == 1:
                     loss.register_hook(fail)
+                if -before == raises_at and dist.get_rank() == 1:  # behind the last message, as a compressor may
+                    training._reducer.synchronizer.commits = fail
                 loss.backward()
         except (ArithmeticError, ppe_ddp.PeerAbortedError):
             raises_at = None
+            training._reducer.synchronizer.commits = training._commit
             log("drops", before)
             continue
         log("commits", before, training.names, training.committed)
@@ -578,7 +581,7 @@ def main():
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
-    parser.add_argument("--raises-at", type=int)
+    parser.add_argument("--raises-at", type=int, help="a step in which rank 1 raises; -step: behind the last message")
     parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
     parser.add_argument("--ballast", type=float, nargs=2, default=(10, 0), help="MB of state, seconds of each step")

@@ -24,6 +24,7 @@ from ppe_ddp import elastic
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
 from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
+from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.memberships import Quorum
 from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after, taken_after
@@ -84,6 +85,11 @@ def test_a_rank_that_is_stopped_is_left_out():
 
 def test_an_error_of_a_rank_that_lives_is_raised_as_ever():
     run("--faults", '{"2": ["forward", 20, true, false]}', "--steps", "30", "--no-restarts", "--raises-at", "7")
+
+
+def test_an_error_behind_the_last_message_drops_the_step_on_all_who_live():
+    fault = '{"2": ["forward", 20, true, false]}'
+    run("--faults", fault, "--steps", "30", "--no-restarts", "--raises-at", "-7", "--timeout", "60", "--size", "3")
 
 
 @needs_torchft
@@ -167,6 +173,14 @@ def test_compressors_count_on_after_a_restart(lone):
     trains, joins = {**training._word, "ready": True}, {"committed": -1, "before": 105, "ready": False}
     assert taken_after([trains, trains]) == 7
     assert taken_after([{**trains, "ready": False}, joins]) == 6
+
+
+def test_who_joins_keeps_nothing_of_a_checkpoint_that_the_others_have_sent_since():
+    state = CommState()
+    state.of("weight").update(residual=torch.ones(3), power_sgd=torch.ones(2))
+    state.take({"bias": {"power_sgd": torch.zeros(2)}})
+    assert list(state.common()["bias"]) == ["power_sgd"]
+    assert not state.of("weight")
 
 
 def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):

@@ -158,7 +158,8 @@ class CommState:
         return {name: {key: _copy(one) for key, one in own.items() if key != RESIDUAL} for name, own in everything}
 
     def take(self, common: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take the result of :meth:`common` of another rank."""
+        """Take the result of :meth:`common` of another rank, in place of this rank's own state."""
+        self.clear()
         for name, entries in common.items():
             self.of(name).update(entries)
 
@@ -192,7 +193,8 @@ class CommState:
                     "Without it training goes on, less what had not been sent yet"
                 )
         devices = {spec.name: spec.device for spec in specs}
-        unknown = sorted(set(state["parameters"]) - set(devices))
+        parameters = state.get("parameters", {})  # torch.distributed.checkpoint leaves out what is empty
+        unknown = sorted(set(parameters) - set(devices))
         if unknown:
             raise ValueError(
                 f"rank {groups.rank}: the state of communication has parameter {unknown[0]!r}, which the module does "
@@ -201,7 +203,7 @@ class CommState:
         self.owners.of_names = dict(state.get("slices", {}))
         groups.taken = int(state["steps"])
         self.clear()
-        for name, entries in state["parameters"].items():
+        for name, entries in parameters.items():
             self.of(name).update({key: _own(value, devices[name]) for key, value in entries.items()})
 
     def _identity(self, compressor: Compressor, groups: Groups) -> dict[str, Any]:

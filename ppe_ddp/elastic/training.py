@@ -372,14 +372,31 @@ class ElasticTraining:
                 yield work.is_completed
                 groups.failures.wait(work, word.device)
             except RuntimeError as error:
-                if isinstance(error, PeerAbortedError) and not is_loss(error):
-                    raise
+                if (told := self._failure_before_commit(error)) is not None:
+                    raise told from None
                 if not self._meet(is_ready=True):
                     lost = CommunicationError(f"the step could not be committed: {error}")
                     lost.ranks = ()
                     raise lost from None
         self._is_asked = bool(word.item())
         self.committed += 1
+
+    def _failure_before_commit(self, error: RuntimeError) -> PeerAbortedError | None:
+        """The failure of a live rank that has ended this step for all, if the wait for the commit raised ``error``.
+
+        That rank has not committed, so no rank has. It tells of its failure before it closes its connections, but the
+        transport may only say that they are closed.
+        """
+        groups, found = self._reducer.groups, error
+        if not isinstance(error, PeerAbortedError):
+            try:
+                groups.failures.check()
+            except (PeerAbortedError, CommunicationError) as told:
+                found = told
+        if not isinstance(found, PeerAbortedError) or is_loss(found):
+            return None
+        is_ahead = found.step is not None and found.step > groups.step  # it had committed this step
+        return None if is_ahead else found
 
     # ------------------------------------------------------------------ moving to the next quorum
 
