@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,14 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mean_of, of_all_ranks, seeded
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_gradients,
+    mean_of,
+    of_all_ranks,
+    seeded,
+)
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from ppe_ddp.engine.backward import Phase
 from ppe_ddp.engine.completion import SharedParameters, arrange
 from ppe_ddp.engine.reduction import BLOCKING
-from rank_tests import VARIANTS, each_variant, on_three_ranks, on_two_ranks
+from rank_tests import VARIANTS, each_variant, on_four_ranks, on_three_ranks, on_two_ranks
 
 
 class Tied(nn.Module):
@@ -476,3 +487,43 @@ def test_reentrant_checkpoints(is_tied):
     wrappers = wrapped([first, seeded(Late, tied) if is_tied else first])
     for step, programs in enumerate([*TOGETHER, *APART]):
         run(wrappers, programs, step)
+
+
+@on_four_ranks
+def test_a_module_is_averaged_over_its_row_and_then_over_its_column():
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    module = seeded(nn.Linear, 3, 2)
+    along = [DistributedDataParallel(module, device_mesh=mesh[name]) for name in ("row", "column")]
+    for step in range(20):
+        want = mean_gradients(module, lambda twin, one, k=step: loss_of([twin, twin], (0, 1), one, k).backward())
+        module.zero_grad()
+        loss_of(along, (0, 1), rank, step).backward()
+        assert_gradients(module, want)
+
+
+def test_a_rank_without_the_other_wrapper_agrees_to_any_order(monkeypatch):
+    def turns_of(*names):
+        """On one rank with these wrappers: their turns, and what is sent for each."""
+        monkeypatch.setattr(SharedParameters, "_all", weakref.WeakSet())
+        monkeypatch.setattr(SharedParameters, "_with_places", weakref.WeakSet())
+        groups = [
+            SimpleNamespace(parent=SimpleNamespace(group_name=name), number=1, name=name, step=1, is_closed=False)
+            for name in names
+        ]
+        shared = [SharedParameters(one, exclusive=False, turns=lambda: BLOCKING) for one in groups]
+        for one in shared:
+            one.take_turns()
+        turns = [one.turn() for one in shared]
+        arrange(filter(None, turns), [])
+        return shared, turns, [SharedParameters.apart if turn is None else turn.apart for turn in turns]
+
+    _some, (first, second), (of_first, of_second) = turns_of("1", "2")
+    _others, (alone,), (elsewhere,) = turns_of("2")
+    assert alone is None
+    first.agree(of_first)
+    second.agree(bytes(map(max, of_second, elsewhere)))
+    has_come = next(second.wait())
+    assert not has_come()
+    first.end()
+    assert has_come()

@@ -20,7 +20,8 @@ which wrappers this rank ends together:
     mask arrives        The wrapper waits for those before it, in the order of names, that every rank ends with it.
     its turn            It launches its buckets and hands over the averages. Then the next one begins.
 
-A rank that ends one of these wrappers by itself waits for that wrapper alone, so the other ranks let it go first.
+A rank that ends one of these wrappers by itself waits for that wrapper alone, so the other ranks let it go first. A
+rank that does not have the other wrapper, which is over other ranks, agrees to any order.
 
 Two further kinds of wrappers take turns in the same way. Hooks of torch's kind that communicate in one group of the
 user's must start their collectives in one order on all ranks. Functions that block must be called in one order, too,
@@ -56,8 +57,6 @@ T = TypeVar("T")
 # The slot of a wrapper follows from its number, so wrappers made one after another have different slots. If a rank ends
 # two wrappers of one slot together, and another rank ends them apart, all ranks treat them as apart.
 _SLOTS = 16
-APART = b"\xff" * 2 * _SLOTS
-"""The field ``apart`` of a synchronization that this rank ends by itself."""
 TOGETHER = bytes(2 * _SLOTS)
 """The field ``apart`` of a silent rank without a backward: it gives and takes nothing, and agrees to any order."""
 
@@ -90,6 +89,8 @@ class SharedParameters:
     _all: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
     _numbers: ClassVar[Iterator[int]] = itertools.count()
     _with_places: ClassVar[weakref.WeakSet[SharedParameters]] = weakref.WeakSet()
+    apart: ClassVar[bytes] = TOGETHER
+    """The field ``apart`` of a synchronization that this rank ends by itself: the slots of all its wrappers."""
 
     def __init__(self, groups: Groups, *, exclusive: bool, turns: Callable[[], frozenset[str]] = frozenset) -> None:
         self.groups, self._exclusive, self._turns = groups, exclusive, turns
@@ -101,9 +102,18 @@ class SharedParameters:
         # The parameters in common with each other wrapper of which one of both has listed all as frozen.
         self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._all.add(self)
+        slots = bytearray(TOGETHER)
+        for one in list(self._all):
+            slots[2 * one.slot : 2 * one.slot + 2] = b"\xff\xff"
+        SharedParameters.apart = bytes(slots)
         self._number = next(self._numbers)
         self._is_used = False
         self.places: frozenset[str] = frozenset()  # the last result of ``turns``
+
+    @property
+    def slot(self) -> int:
+        """The place of this wrapper in the field ``apart``, the same on every rank that has it."""
+        return (crc32(self.groups.parent.group_name.encode()) + self.groups.number) % _SLOTS
 
     def take_turns(self) -> None:
         """Take turns from now on with all wrappers that name one of the same places."""
@@ -250,13 +260,13 @@ class Turn:
     def apart(self) -> bytes:
         """Two bytes a slot: a digest of the wrappers that this rank ends together with it, and its complement.
 
-        A slot without wrappers has the highest bytes. The maxima over all ranks equal this rank's own bytes only if
-        every rank ends the same wrappers of that slot.
+        A slot has the highest bytes if this rank has a wrapper there that it does not end now. The maxima over all
+        ranks equal this rank's own bytes only if every rank that has wrappers of that slot ends the same ones.
         """
         digests: dict[int, int] = {}
         for sharer in self._sharers:
             digests[sharer._slot] = digests.get(sharer._slot, 0) ^ sharer._digest
-        slots = bytearray(APART)
+        slots = bytearray(SharedParameters.apart)
         for slot, digest in digests.items():
             slots[2 * slot : 2 * slot + 2] = digest, 255 - digest
         return bytes(slots)
@@ -324,7 +334,7 @@ class Turn:
         groups = self._shared.groups
         step = 1 if groups.is_closed else groups.step + 1
         name = groups.parent.group_name
-        self._slot = (crc32(name.encode()) + groups.number) % _SLOTS
+        self._slot = self._shared.slot
         self._digest = crc32(f"{name} {groups.number} {step}".encode()) & 0xFF
         self._before = [other for other in before if self._shares_with(other)]
         self._sharers = [*self._before, *(other for other in after if self._shares_with(other))]

@@ -27,7 +27,7 @@ from torch import Tensor
 from ppe_ddp.contracts import BroadcastFunction
 from ppe_ddp.engine.backward import Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import APART, TOGETHER, Completion, ResultSteps, Steps
+from ppe_ddp.engine.completion import TOGETHER, Completion, ResultSteps, SharedParameters, Steps
 from ppe_ddp.engine.failures import HookProgress, aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, GradientStreams
@@ -233,7 +233,7 @@ class BucketSynchronizer(Synchronizer):
         # Without negotiation all masks must be the same, and the ranks may end different wrappers together.
         if turn is not None and self._policy.negotiate:
             local = turn.claim(local)
-        apart = APART if turn is None else turn.apart
+        apart = SharedParameters.apart if turn is None else turn.apart
         backward.recorder.local = local
         if self.gradients.shared:  # an arrival at one changes the other: launch both only at the end of backward
             backward.expect_more(self.gradients.shared, _MORE_ARRIVALS)
