@@ -157,6 +157,7 @@ def test_hooks_of_two_wrappers_in_different_orders(order, hook):
 @on_two_ranks
 def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
     both = [Groups.duplicate(dist.group.WORLD) for _ in range(2)]
+    dist.barrier()  # who closes its end now ends the attempt of one that still connects
     for groups in both:
         groups.fail(AbortedError(), "begun")
     with pytest.MonkeyPatch.context() as patches:
@@ -166,7 +167,7 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
             run(renewing_all(both))
     with contextlib.suppress(PeerAbortedError):  # of the second step of those who were connected before the interrupt
         run(renewing_all(both))
-    dist.barrier()  # who closes its end now ends the attempt of one that still connects
+    dist.barrier()
     for groups in both:
         groups.fail(AbortedError(), "begun")
     run(renewing_all(both))
@@ -176,6 +177,7 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
 @on_two_ranks
 def test_a_store_that_is_slow_to_answer_is_asked_again_while_the_ranks_connect():
     groups, outcome = Groups.duplicate(dist.group.WORLD), Renewals.outcome
+    dist.barrier()
     groups.fail(AbortedError(), "begun")
     silent = [CommunicationError(SILENT)] * 3
 

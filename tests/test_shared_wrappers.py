@@ -320,6 +320,28 @@ def test_each_rank_has_a_backward_of_another_one_alone(make):
 
 
 @each_kind
+@on_three_ranks
+def test_ranks_have_backwards_of_some_and_start_the_others(make):
+    """There are two pairs that share parameters, and a rank may use none of a pair, or none at all."""
+    draw, rank = random.Random(KINDS.index(make)), dist.get_rank()
+    wrappers = wrapped([*make(2), *make(2)])
+    for step in range(8):
+        used = [draw.sample(range(4), draw.randint(0, 4)) for _ in range(3)]
+        want = expected([wrapper.module for wrapper in wrappers], [[tuple(own)] if own else [] for own in used], step)
+        orders = [[draw.sample([k for k in range(4) if k not in own], 4 - len(own)) for _ in "12"] for own in used]
+        for k in orders[rank][0]:
+            wrappers[k].start_grad_sync()
+        if used[rank]:
+            loss_of(wrappers, used[rank], rank, step).backward()
+        for k in orders[rank][1]:
+            wrappers[k].finish_grad_sync()
+        for wrapper, table in zip(wrappers, want, strict=True):
+            assert_gradients(wrapper.module, table)
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+
+
+@each_kind
 @on_two_ranks
 def test_what_was_unfrozen_is_averaged_once_where_one_wrapper_starts_before_another_ones_forward(make):
     rank = dist.get_rank()

@@ -54,9 +54,9 @@ from ppe_ddp.waiting import paced, progress_engine
 
 T = TypeVar("T")
 
-# The slot of a wrapper follows from its number, so wrappers made one after another have different slots. If a rank ends
-# two wrappers of one slot together, and another rank ends them apart, all ranks treat them as apart.
-_SLOTS = 16
+# The slot of a wrapper follows from its number and the name of its group, so that wrappers made one after another have
+# different slots. If ranks end different wrappers of one slot, all ranks treat these as apart.
+_SLOTS = 128
 TOGETHER = bytes(2 * _SLOTS)
 """The field ``apart`` of a silent rank without a backward: it gives and takes nothing, and agrees to any order."""
 
@@ -251,6 +251,11 @@ class Turn:
         """Whether nothing may be sent yet."""
         return self._state is _State.HELD
 
+    def is_complete_in(self, turns: Iterable[Turn]) -> bool:
+        """Whether each wrapper that goes apart from this one has its turn in ``turns``."""
+        own, there = self._shared, {turn._shared for turn in turns}
+        return all(other in there for other in list(SharedParameters._all) if own.goes_apart_from(other))
+
     @property
     def is_behind(self) -> bool:
         """Whether it waits for another wrapper of this rank, not for other ranks."""
@@ -293,8 +298,7 @@ class Turn:
         if is_weighed:
             self.check_weighed()
         own = self.apart
-        same = [apart[k : k + 2] == own[k : k + 2] for k in range(0, len(own), 2)]
-        self._together = [other for other in self._sharers if same[other._slot]]
+        self._together = [other for other in self._sharers if apart[(k := 2 * other._slot) : k + 2] == own[k : k + 2]]
         self._ahead = [other for other in self._before if other in self._together]
 
     def check_weighed(self) -> None:
@@ -560,7 +564,9 @@ def finish(completions: Sequence[Completion]) -> None:
     """
     here = threading.get_ident()  # a step of one may run this
     others = [one for one in _everyone_open() if not (one.is_done or one._running_on == here or one in completions)]
-    joined = arrange(_turns_of(completions), _turns_of(others))
+    held = _turns_of(others)
+    joined = arrange(_turns_of(completions), held)
+    arrange(_complete_sets(turn for turn in held if turn.is_held), ())  # other ranks may end these now
     completions = [*completions, *(other for other in others if other.turn in joined)]
     others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
     if others or completions[1:]:
@@ -573,6 +579,14 @@ def finish(completions: Sequence[Completion]) -> None:
 
 def _turns_of(completions: Iterable[Completion]) -> list[Turn]:
     return [one.turn for one in completions if one.turn is not None]
+
+
+def _complete_sets(held: Iterable[Turn]) -> list[Turn]:
+    """Those of ``held`` whose sharers, and the sharers of these, are all in it: none that shares can begin later."""
+    turns = list(held)
+    while left := [turn for turn in turns if not turn.is_complete_in(turns)]:
+        turns = [turn for turn in turns if turn not in left]
+    return turns
 
 
 def finish_and_conclude(completions: Sequence[Completion]) -> None:
