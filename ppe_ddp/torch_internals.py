@@ -96,9 +96,8 @@ def is_in_backward() -> bool:
     return graph_task() != -1
 
 
-def graph_task() -> int:
-    """The unique number of the graph task on this thread; -1 outside of a backward."""
-    return int(torch._C._current_graph_task_id())
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The unique number of the graph task on this thread; -1 outside of a backward."""
 
 
 def current_node() -> Node | None:

@@ -48,7 +48,7 @@ from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
+from ppe_ddp.torch_internals import at_end_of_backward, graph_task, uncompiled_hook
 from ppe_ddp.waiting import paced, progress_engine
 
 T = TypeVar("T")
@@ -438,10 +438,11 @@ class Completion:
     def finish_at_end_of_backward(self) -> None:
         """Finish and conclude it at the end of this thread's backward, together with all that are queued by then."""
         last = None if self._threads.last is None else self._threads.last()
-        if last is None:
+        if last is None or last.task != graph_task():  # an interrupt's traceback may keep that of an earlier backward
             last = _AfterCallbacks()
-            self._threads.last = weakref.ref(last)
+            last.task = graph_task()
             at_end_of_backward(last)
+            self._threads.last = weakref.ref(last)
         last.append(self)
 
     def advance(self, *, to_end: bool = False, error: BaseException | None = None) -> None:
@@ -517,7 +518,8 @@ Completion._threads = _Thread()
 class _AfterCallbacks(list[Completion]):
     """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "task")
+    task: int  # the number of the graph task
 
     @uncompiled_hook
     def __call__(self) -> None:
