@@ -96,8 +96,9 @@ def is_in_backward() -> bool:
     return graph_task() != -1
 
 
-graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The unique number of the graph task on this thread; -1 outside of a backward."""
+def graph_task() -> int:
+    """The unique number of the graph task on this thread; -1 outside of a backward."""
+    return int(torch._C._current_graph_task_id())
 
 
 def current_node() -> Node | None:

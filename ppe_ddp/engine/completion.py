@@ -37,6 +37,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import ClassVar, Protocol, TypeVar
 from zlib import crc32
 
@@ -48,7 +49,7 @@ from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
-from ppe_ddp.torch_internals import at_end_of_backward, graph_task, uncompiled_hook
+from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
 from ppe_ddp.waiting import paced, progress_engine
 
 T = TypeVar("T")
@@ -438,12 +439,13 @@ class Completion:
     def finish_at_end_of_backward(self) -> None:
         """Finish and conclude it at the end of this thread's backward, together with all that are queued by then."""
         last = None if self._threads.last is None else self._threads.last()
-        if last is None or last.task != graph_task():  # an interrupt's traceback may keep that of an earlier backward
-            last = _AfterCallbacks()
-            last.task = graph_task()
-            at_end_of_backward(last)
+        if last is None:
+            last = _AfterCallbacks(_finish_all, [])
+            at_end_of_backward(last)  # an interrupt's traceback may keep it alive, so it is not known before
             self._threads.last = weakref.ref(last)
-        last.append(self)
+        waiting: list[Completion] = last.args[0]
+        del last  # nor may a traceback keep it afterwards
+        waiting.append(self)
 
     def advance(self, *, to_end: bool = False, error: BaseException | None = None) -> None:
         """Run the next step, or all steps ``to_end``; a step whose message has not arrived waits for it.
@@ -515,22 +517,23 @@ class _Thread(threading.local):
 Completion._threads = _Thread()
 
 
-class _AfterCallbacks(list[Completion]):
-    """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before."""
+class _AfterCallbacks(partial[None]):
+    """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before.
 
-    __slots__ = ("__weakref__", "task")
-    task: int  # the number of the graph task
+    It calls :func:`_finish_all`, with the list of completions; no traceback of an interrupt has this object.
+    """
 
-    @uncompiled_hook
-    def __call__(self) -> None:
-        Completion._threads.last = None  # a backward inside one of the steps queues a callback of its own
-        try:
-            finish_and_conclude(self)
-        except BaseException:
-            for completion in self:
-                completion.note_failure()
-            note_failure_of_open()
-            raise
+
+@uncompiled_hook
+def _finish_all(completions: list[Completion]) -> None:
+    Completion._threads.last = None  # a backward inside one of the steps queues a callback of its own
+    try:
+        finish_and_conclude(completions)
+    except BaseException:
+        for completion in completions:
+            completion.note_failure()
+        note_failure_of_open()
+        raise
 
 
 def _everyone_open() -> list[Completion]:
