@@ -29,6 +29,7 @@ from ppe_ddp import (
 )
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.engine import peer_processes
+from ppe_ddp.engine.completion import Completion
 from ppe_ddp.errors import AbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -176,6 +177,28 @@ def test_a_rank_that_cannot_count_its_tokens_is_named_and_no_rank_has_averages_o
             assert rank or (caught.value.rank, caught.value.is_final) == (1, False)
         grad = 1.5 if not is_lost else 3.0 if is_waited_for else 1.0 + rank
         assert module.of_interest.main_grad.tolist() == [grad] * 12
+
+
+@on_two_ranks
+def test_an_interrupt_before_averages_are_waited_for_whose_error_is_kept_does_not_lose_them():
+    """They are in flight: the next step waits for them first, and has its own averages."""
+    rank, module = dist.get_rank(), Marked([])
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), module)
+    for step in range(4):
+        model.zero_grad_buffer()
+        model(1.0 + rank + 10 * step).backward()
+        if step == 1 and rank == 0:
+            with pytest.MonkeyPatch.context() as patches:
+                patches.setattr(Completion, "finish", _interrupt)
+                with pytest.raises(KeyboardInterrupt) as _kept:
+                    model.finish_grad_sync()
+        else:
+            model.finish_grad_sync()
+            assert module.of_interest.main_grad.tolist() == [1.5 + 10 * step] * 12
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
 
 
 class Boom(Exception):

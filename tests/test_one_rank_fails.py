@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import signal
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -24,7 +25,7 @@ from one_process import gradients as gradients_of
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, broadcast, megatron
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.backends.rank_store import SILENT
-from ppe_ddp.engine import reducer
+from ppe_ddp.engine import backward, reducer
 from ppe_ddp.engine.completion import run
 from ppe_ddp.engine.failures import Renewals
 from ppe_ddp.engine.gradients import FiniteCheck
@@ -367,8 +368,9 @@ def test_an_interrupt_between_steps_of_a_backward_is_told_while_its_error_is_kep
     expected = mean_gradients(module, square)
     model = DistributedDataParallel(module, bucket_cap_mb=1e-6)
     reducer, negotiation = model._reducer, model._reducer.synchronizer.negotiation
-    for owner, name in ((reducer._arrivals, "start_recording"), (reducer, "_completion"), (negotiation, "start")):
-        interrupt = mock.patch.object(owner, name, Interrupts(getattr(owner, name)))
+    places = ((reducer._arrivals, "start_recording"), (reducer, "_completion"), (negotiation, "start"))
+    interrupts = [mock.patch.object(owner, name, Interrupts(getattr(owner, name))) for owner, name in places]
+    for interrupt in (*interrupts, interrupted_as_backward_ends()):
         with interrupt if rank == 0 else contextlib.nullcontext():
             with pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError) as _kept:
                 square(model, rank)
@@ -377,6 +379,39 @@ def test_an_interrupt_between_steps_of_a_backward_is_told_while_its_error_is_kep
         square(model, rank)
         assert_gradients(module, expected)
         model.zero_grad()
+
+
+@contextlib.contextmanager
+def interrupted_as_backward_ends():
+    """Python hears of a signal where it enters a function: after a long backward, that is the callback at its end."""
+    before = sys.gettrace()
+
+    def enter(frame, *_):
+        if frame.f_code.co_filename == backward.__file__ and frame.f_back.f_code.co_name == "_engine_run_backward":
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@on_two_ranks
+def test_an_interrupt_as_a_backward_begins_whose_error_is_kept_does_not_end_the_synchronization():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    expected = mean_gradients(module, square)
+    model = DistributedDataParallel(module)
+    interrupt = mock.patch.object(reducer, "Backward", side_effect=KeyboardInterrupt)
+    raises = pytest.raises(KeyboardInterrupt if rank == 0 else PeerAbortedError)
+    with raises as _kept, interrupt if rank == 0 else contextlib.nullcontext():
+        square(model, rank)
+    if rank == 0:
+        model.abort_grad_sync("interrupted before this backward was known")
+    model.zero_grad()
+    square(model, rank)
+    assert_gradients(module, expected)
 
 
 @on_two_ranks

@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import compress, zip_longest
 from operator import attrgetter, methodcaller
 from threading import get_ident
@@ -231,26 +232,20 @@ class Backward:
         return phase.name.lower()
 
 
-class EndOfBackward:
-    """The callback that autograd calls at the end of a backward; it calls ``then`` with the backward that has ended.
+class EndOfBackward(partial[None]):
+    """The callback that autograd calls at the end of a backward: of :func:`call_at_end`, with ``then`` and a list.
 
-    Autograd holds it as long as the graph task, also if the backward raises. So a dead weak reference to it shows that
-    the graph task is gone.
+    The list has the backward, once it has begun. Autograd holds this object as long as the graph task, also if the
+    backward raises. So a dead weak reference to it shows that the graph task is gone. The traceback of an interrupt,
+    which the user may keep, has the arguments of the functions that were running. So this object is none of these.
     """
 
-    __slots__ = ("__weakref__", "_then", "backward")
 
-    def __init__(self, then: Callable[[Backward], None]) -> None:
-        self._then = then
-        self.backward: Backward | None = None
-
-    @uncompiled_hook
-    def __call__(self) -> None:
-        """Called by autograd: the graph task is done."""
-        then, backward = self._then, self.backward
-        del self  # the traceback of an error would keep it alive, and the other ranks would not be told
-        if backward is not None:
-            then(backward)
+@uncompiled_hook
+def call_at_end(then: Callable[[Backward], None], begun: Sequence[Backward]) -> None:
+    """Called by autograd: the graph task is done."""
+    for backward in begun:
+        then(backward)
 
 
 RAISED = "its backward has raised an error"

@@ -38,6 +38,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import ClassVar, Protocol, TypeVar
 from zlib import crc32
 
@@ -453,10 +454,12 @@ class Completion:
         """Finish and conclude it at the end of this thread's backward, together with all that are queued by then."""
         last = None if self._threads.last is None else self._threads.last()
         if last is None:
-            last = _AfterCallbacks()
+            last = _AfterCallbacks(_finish_all, [])
+            at_end_of_backward(last)  # an interrupt's traceback may keep it alive, so it is not known before
             self._threads.last = weakref.ref(last)
-            at_end_of_backward(last)
-        last.append(self)
+        waiting: list[Completion] = last.args[0]
+        del last  # nor may a traceback keep it afterwards
+        waiting.append(self)
 
     def advance(self, *, to_end: bool = False, error: BaseException | None = None) -> None:
         """Run the next step, or all steps ``to_end``; a step whose message has not arrived waits for it.
@@ -528,21 +531,23 @@ class _Thread(threading.local):
 Completion._threads = _Thread()
 
 
-class _AfterCallbacks(list[Completion]):
-    """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before."""
+class _AfterCallbacks(partial[None]):
+    """A callback that the first completion of a backward queues, so that it runs after all callbacks queued before.
 
-    __slots__ = ("__weakref__",)
+    It calls :func:`_finish_all`, with the list of completions; no traceback of an interrupt has this object.
+    """
 
-    @uncompiled_hook
-    def __call__(self) -> None:
-        Completion._threads.last = None  # a backward inside one of the steps queues a callback of its own
-        try:
-            finish_and_conclude(self)
-        except BaseException:
-            for completion in self:
-                completion.note_failure()
-            note_failure_of_open()
-            raise
+
+@uncompiled_hook
+def _finish_all(completions: list[Completion]) -> None:
+    Completion._threads.last = None  # a backward inside one of the steps queues a callback of its own
+    try:
+        finish_and_conclude(completions)
+    except BaseException:
+        for completion in completions:
+            completion.note_failure()
+        note_failure_of_open()
+        raise
 
 
 def _everyone_open() -> list[Completion]:

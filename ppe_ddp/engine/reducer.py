@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ppe_ddp.contracts import SyncHook
-from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer
+from ppe_ddp.engine.backward import Backward, EndOfBackward, Phase, Synchronizer, call_at_end
 from ppe_ddp.engine.completion import (
     Completion,
     SharedParameters,
@@ -377,11 +377,7 @@ class Reducer(Generic[C]):
         except (TorchChangedError, UnusableError) as error:
             self.abort(str(error))
             raise
-        callback = self._end_callback()
-        if callback is None or not (callback.backward is None or callback.backward.is_empty):
-            callback = EndOfBackward(self._end_of_backward)
-            self._end_callback = weakref.ref(callback, partial(Reducer._abort_if_unfinished, weakref.ref(self)))
-            at_end_of_backward(callback)
+        begun = self._await_end()
         if not accumulates:
             return None
         if self._started is not None:
@@ -395,8 +391,7 @@ class Reducer(Generic[C]):
         is_put_off = not self._overlap or self._sync_hooks or turn is not None or self.synchronizer.sends_nothing
         expected = None if is_put_off or not reached else reached
         backward = Backward(self._names, turn=turn, is_empty=not reached, alive=self._end_callback, expected=expected)
-        callback.backward = self._backward = backward
-        del callback  # an error's traceback would keep it alive, and the other ranks would not be told
+        begun[:], self._backward = [backward], backward
         if self.synchronizer.must_renew():
             backward.waiting = None
         elif expected is not None:
@@ -410,6 +405,16 @@ class Reducer(Generic[C]):
         if (hooks := self._user_grad_hooks).exist or list(map(len, hooks.tables)) != hooks.bare:  # spares most a call
             hooks.defer()  # those too that were registered since the forward
         return backward
+
+    def _await_end(self) -> list[Backward]:
+        """Let autograd call back at the end of the backward that runs; returns the list for what begins in it."""
+        callback = self._end_callback()
+        if callback is None or (callback.args[1] and not callback.args[1][0].is_empty):
+            callback = EndOfBackward(call_at_end, self._end_of_backward, [])
+            at_end_of_backward(callback)  # an interrupt's traceback may keep it alive, so it is not known before
+            self._end_callback = weakref.ref(callback, partial(Reducer._abort_if_unfinished, weakref.ref(self)))
+        begun: list[Backward] = callback.args[1]
+        return begun
 
     def _end_of_backward(self, backward: Backward) -> None:
         if backward is not self._backward:

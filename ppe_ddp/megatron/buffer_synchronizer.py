@@ -355,10 +355,16 @@ class BufferSynchronizer(Synchronizer):
 
     def wait_for_results(self) -> None:
         """Wait for the results of the last synchronized backward; keeps errors for :meth:`raise_if_bad`."""
-        completion = self._forget_pending_results()
+        completion, backward = self._pending_results, self._unfinished
         if completion is not None:
             begin = perf_counter_ns()
-            completion.finish()
+            try:
+                self._forget_pending_results()
+                completion.finish()
+            except BaseException:
+                if not completion.is_done:  # interrupted before it has waited: messages are in flight
+                    self._pending_results, self._unfinished = completion, backward
+                raise
             if EventLog.current is not None:
                 EventLog.current.add("wait", "for results", begin)
 
