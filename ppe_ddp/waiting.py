@@ -254,10 +254,10 @@ class ProgressEngine:
 
     def fence(self) -> None:
         """A full memory fence: no memory access moves across, as it is a release followed by an acquire."""
-        self._fence.acquire()
-        self._fence.release()
-        self._fence.acquire()
-        self._fence.release()
+        with self._fence:  # no signal handler runs inside: an interrupt after acquire() would leave it locked for ever
+            pass
+        with self._fence:
+            pass
 
 
 def _is_done(call: InFlight) -> bool:

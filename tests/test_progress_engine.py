@@ -1,6 +1,7 @@
 """The progress engine: waits that leave the cores to others."""
 
 import os
+import signal
 import time
 from types import SimpleNamespace
 
@@ -84,3 +85,25 @@ def test_an_interrupt_does_not_end_all_progress():
     engine.turns = 0
     engine.progress()
     assert advanced
+
+
+def test_an_interrupt_leaves_no_fence_locked():
+    engine, interrupts = ProgressEngine(), 0
+
+    def interrupt(_number, frame):
+        if frame.f_code is ProgressEngine.fence.__code__:
+            raise KeyboardInterrupt
+
+    before, end = signal.signal(signal.SIGALRM, interrupt), time.monotonic() + 0.5
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+        while time.monotonic() < end and not engine._fence.locked():
+            try:
+                engine.fence()
+            except KeyboardInterrupt:
+                interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 1
+    assert not engine._fence.locked()

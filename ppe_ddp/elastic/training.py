@@ -384,8 +384,9 @@ class ElasticTraining:
     def _failure_before_commit(self, error: RuntimeError) -> PeerAbortedError | None:
         """The failure of a live rank that has ended this step for all, if the wait for the commit raised ``error``.
 
-        That rank has not committed, so no rank has. It tells of its failure before it closes its connections, but the
-        transport may only say that they are closed.
+        That rank has raised before it has sent its word, so no rank has committed. (After that only an interrupt can
+        end its wait.) It tells of its failure before it closes its connections, but the transport may only say that
+        they are closed.
         """
         groups, found = self._reducer.groups, error
         if not isinstance(error, PeerAbortedError):
