@@ -101,19 +101,23 @@ class AveragedModulePart(SavedPart):
         return {}
 
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """The averages of floating-point tensors, and rank 0's other entries; calls ``read`` once for each rank."""
-        total: dict[str, Any] = {}
-        for prefix in self._prefixes:
+        """The averages of floating-point tensors, and rank 0's other entries; calls ``read`` once for each rank.
+
+        What is the same on all ranks keeps its bits, as outer steps would take rounding for a change.
+        """
+        means: dict[str, Any] = {}
+        for count, prefix in enumerate(self._prefixes, 1):
             targets = _as_saved(saved, prefix)
             read(targets)
             for entry, value in targets.items():
                 key = self.prefix + entry.removeprefix(prefix)
                 if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-                    total.setdefault(key, value)
+                    means.setdefault(key, value)
                     continue
-                wide = torch.promote_types(value.dtype, torch.float32)
-                total[key] = total.get(key, 0) + value.to(wide) / len(self._prefixes)
-        return total
+                wide = value.to(torch.promote_types(value.dtype, torch.float32))
+                mean = means.setdefault(key, wide)
+                means[key] = torch.where(wide == mean, mean, mean * (1 - 1 / count) + wide / count)
+        return means
 
 
 class _SteppingPart(SavedPart):
