@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 # The slot of a wrapper follows from its number and the name of its group, so that wrappers made one after another have
 # different slots. If ranks end different wrappers of one slot, all ranks treat these as apart.
-_SLOTS = 128
+_SLOTS = 16
 TOGETHER = bytes(2 * _SLOTS)
 """The field ``apart`` of a silent rank without a backward: it gives and takes nothing, and agrees to any order."""
 

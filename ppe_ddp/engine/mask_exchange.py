@@ -11,7 +11,7 @@ Each field is encoded so that every rank can decode it from the maxima over the 
     nodes      a parameter    the node that has it (plan.py)             as in the mask
     statuses   a rank         whether it contributes                     its errors (grad_hooks.py)
     writers    a module       the lowest rank that has written its buffers (:func:`highest_digits` ...)
-    apart      256            the wrappers that end together (completion.py)
+    apart      32             the wrappers that end together (completion.py)
     weights    4 a rank       the weight of its gradients (weighing.py)
     users      bits a rank                                               which of some gradients it had (weighing.py)
     times      2 a rank                                                  the duration of its step (stragglers.py)
@@ -106,7 +106,7 @@ class MaskExchanger:
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self.capacity = 352  # bytes of the next message; those of a small module fit
+        self.capacity = 128  # bytes of the next message
         self._allocate = allocator(groups.control)
         # gloo's ring waits for a core in each round; for few ranks, one direct message to each rank is faster. The
         # backend shm does this by itself.
