@@ -529,6 +529,7 @@ def test_a_rank_without_the_other_wrapper_agrees_to_any_order(monkeypatch):
         """On one rank with these wrappers: their turns, and what is sent for each."""
         monkeypatch.setattr(SharedParameters, "_all", weakref.WeakSet())
         monkeypatch.setattr(SharedParameters, "_with_places", weakref.WeakSet())
+        monkeypatch.setattr(SharedParameters, "apart", SharedParameters.apart)
         groups = [
             SimpleNamespace(parent=SimpleNamespace(group_name=name), number=1, name=name, step=1, is_closed=False)
             for name in names
