@@ -527,9 +527,11 @@ def _prepared(parameters: Sequence[nn.Parameter]) -> dict[torch.device, Tensor]:
     """
     host = {}
     for device in {one.device for one in parameters if not one.is_cpu and not one.is_meta}:
-        for dtype in (torch.int64, *_INTEGERS.values()):
-            torch.stack([torch.zeros(1, dtype=dtype, device=device).sum()])
-        host[device] = torch.empty(len(parameters), dtype=torch.int64, device="cpu", pin_memory=True)
+        sums = [torch.zeros(1, dtype=dtype, device=device).sum() for dtype in (torch.int64, *_INTEGERS.values())]
+        host[device] = torch.empty(max(len(parameters), len(sums)), dtype=torch.int64, device="cpu", pin_memory=True)
+        for count in (1, len(sums)):  # several scalars are stacked by another kernel than one
+            for arrival in _sent_to_host(sums[:count], host):
+                arrival.synchronize()
     return host
 
 
