@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= dev,docs,examples,mpi
 ARGS ?=
 # Files of tests that run side by side; 0 for one after another, as a debugger wants it.
-WORKERS ?= 4
+WORKERS ?= 3
 # How long to look for leaks, half of it over each backend.
 MINUTES ?= 10
 # torch for CUDA, and the CuPy that goes with it. On PyPI torch is for CUDA 13 from 2.11 on, and before for CUDA 12; from
