@@ -1,5 +1,6 @@
 """The distributed optimizer, held to one process that trains on the batches of all ranks."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from one_process import data, mlp, seeded
+from one_process import assert_same_on_all_ranks, data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
@@ -88,6 +89,28 @@ def test_complex_gradients_are_clipped_as_by_torch():
     for norm_type in (0.0, -float("inf"), float("nan")):
         with pytest.raises(ValueError, match=f"norm_type is {norm_type}"):
             optimizer.clip_grad_norm_(0.1, norm_type)
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+@on_two_ranks
+def test_who_is_interrupted_as_it_clips_tells_the_others():
+    wrapper = DistributedDataParallel(make_model(torch.float64))
+    optimizer = DistributedOptimizer(torch.optim.SGD, wrapper, lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapper, step, dist.get_rank()).backward()
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+            if step == 1 and dist.get_rank() == 1:
+                patch.setattr(dist, "all_reduce", interrupted)
+                stack.enter_context(pytest.raises(KeyboardInterrupt))
+            elif step == 1:
+                stack.enter_context(pytest.raises(PeerAbortedError, match="rank 1 failed in clip_grad_norm_"))
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+    assert_same_on_all_ranks(wrapper.module)
 
 
 def halves():

@@ -78,7 +78,7 @@ class Copies:
         """
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             if (instead := self._groups.fail(error, CLIP)) is not None:
                 raise instead from error
             raise
