@@ -672,7 +672,7 @@ def relayed(error: BaseException) -> AbortedError:
 
 def reason_of(error: BaseException) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")[:_LONGEST_REASON]
 
 
 def is_explained(error: BaseException) -> bool:
