@@ -524,6 +524,18 @@ def test_a_module_is_averaged_over_its_row_and_then_over_its_column():
         assert_gradients(module, want)
 
 
+@pytest.mark.parametrize(("groups", "wrappers"), [(16, 1), (5, 3), (1, 16)])
+def test_wrappers_of_groups_made_one_after_another_have_places_of_their_own(monkeypatch, groups, wrappers):
+    monkeypatch.setattr(SharedParameters, "_all", weakref.WeakSet())
+    monkeypatch.setattr(SharedParameters, "apart", SharedParameters.apart)
+    made = [
+        SimpleNamespace(parent=SimpleNamespace(group_name=str(7 + k)), number=1 + n)
+        for k in range(groups)
+        for n in range(wrappers)
+    ]
+    assert len({SharedParameters(one, exclusive=False).slot for one in made}) == groups * wrappers
+
+
 def test_a_rank_without_the_other_wrapper_agrees_to_any_order(monkeypatch):
     def turns_of(*names):
         """On one rank with these wrappers: their turns, and what is sent for each."""

@@ -55,9 +55,9 @@ from ppe_ddp.waiting import paced, progress_engine
 
 T = TypeVar("T")
 
-# The slot of a wrapper follows from its number and the name of its group, so that wrappers made one after another have
-# different slots. If ranks end different wrappers of one slot, all ranks treat these as apart.
-_SLOTS = 16
+# The slot of a wrapper follows from its number in its group and the name of that. Groups made one after another have
+# different slots, for three wrappers each. If ranks end different wrappers of one slot, all ranks treat these as apart.
+_SLOTS, _STRIDE = 16, 3
 TOGETHER = bytes(2 * _SLOTS)
 """The field ``apart`` of a silent rank without a backward: it gives and takes nothing, and agrees to any order."""
 
@@ -114,7 +114,9 @@ class SharedParameters:
     @property
     def slot(self) -> int:
         """The place of this wrapper in the field ``apart``, the same on every rank that has it."""
-        return (crc32(self.groups.parent.group_name.encode()) + self.groups.number) % _SLOTS
+        name = self.groups.parent.group_name
+        place = int(name) if name.isdecimal() else crc32(name.encode())  # torch numbers the groups of a job
+        return (_STRIDE * place + self.groups.number) % _SLOTS
 
     def take_turns(self) -> None:
         """Take turns from now on with all wrappers that name one of the same places."""
