@@ -289,6 +289,14 @@ class _Gone(elastic_program.dist.Store):
     get = wait
 
 
+def test_another_wrapper_that_was_made_before_does_not_go_on_alone(lone):
+    """It was made in the group of one process that the membership makes."""
+    model, other = (ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)) for _ in range(2))
+    elastic.ElasticTraining(lone, {"model": model})
+    with pytest.raises(ppe_ddp.UnusableError, match=r"was destroyed; wrap the module again"):
+        other(torch.ones(4, 8))
+
+
 def test_who_could_not_connect_names_groups_as_those_who_join(lone):
     model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
     training = elastic.ElasticTraining(lone, {"model": model})

@@ -192,6 +192,20 @@ def test_a_store_that_is_slow_to_answer_is_asked_again_while_the_ranks_connect()
     assert (silent, groups.is_closed) == ([], False)
 
 
+@on_two_ranks
+def test_a_store_that_has_gone_with_its_rank_is_told_in_our_words():
+    groups = Groups.duplicate(dist.group.WORLD)
+    dist.barrier()
+    groups.fail(AbortedError(), "begun")
+    gone = mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))
+    with (
+        mock.patch.object(groups.failures, "of_others", gone),
+        pytest.raises(CommunicationError, match="could not connect again after a failure failed: Broken pipe"),
+    ):
+        run(renewing_all([groups]))
+    assert gone.called
+
+
 @on_three_ranks
 def test_no_rank_begins_before_all_have_their_parameters():
     """One that fails in its first step closes the connections, by which another may still receive."""

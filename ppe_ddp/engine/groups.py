@@ -134,6 +134,7 @@ class Groups:
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
         """Whether these are duplicates, which can be closed and renewed."""
+        self._is_registered = self.is_duplicate or is_registered(self.parent)
         self.is_closed = False
         """Whether the duplicates cannot be used, as a failure has closed them."""
         self.life = Life.OPEN if self.is_duplicate else Life.BORROWED
@@ -233,8 +234,11 @@ class Groups:
         if not self.is_closed:
             return
         self.check()
-        self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
-        self._begin_attempt()
+        try:
+            self._end_attempt(AbortedError("it was interrupted while the ranks connected again"))
+            self._begin_attempt()
+        except dist.DistError as error:  # the store has gone with the rank that served it
+            raise self.explained(error, _NOT_CONNECTED) from error
         self.is_renewing = True
         _RENEWING.groups.append(self)
         try:
@@ -614,8 +618,7 @@ class Groups:
     def check(self) -> None:
         """Raise :class:`UnusableError`, which says what to do, if these groups can no longer be used."""
         self.check_process()
-        used = (self.control, self.parent) if self.is_duplicate and self.world_size > 1 else ()
-        if not is_registered(*used):
+        if self._is_registered and not is_registered(self.control, self.parent):
             raise self._destroyed()
 
     def check_process(self) -> None:
@@ -678,11 +681,7 @@ def _pool_of(parent: ProcessGroup) -> _Pool:
 
 
 def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> Generator[Probe, None, None]:
-    """Call :meth:`Groups.renewing` of each; every rank must do this together, in the same order.
-
-    Raises PeerAbortedError if the backward of another rank has raised before that rank came here. The next step tries
-    again.
-    """
+    """Call :meth:`Groups.renewing` of each, and raise as that does; all ranks do so together, in the same order."""
     errors = []
     left = list(everyone)
     while left:
