@@ -285,6 +285,58 @@ def test_started_by_hand_and_ended_in_another_order(make):
             assert_same_on_all_ranks(model)
 
 
+class OnlyWaits:
+    """The result of a function of the user's that cannot tell whether it is there."""
+
+    def __init__(self, works, tensors):
+        self.works, self.tensors = works, tensors
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        for tensor in self.tensors:
+            tensor.div_(2)
+
+
+@on_two_ranks
+def test_what_was_sent_where_another_set_ended_is_finished_in_any_order():
+    def reduce(tensors, group):
+        return OnlyWaits([dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors], tensors)
+
+    rank, (other,) = dist.get_rank(), wrapped(nothing_in_common(1))
+    wrappers = wrapped(same_module(2), reduce_function=reduce)
+    want = expected([wrapper.module for wrapper in wrappers], [[(0, 1)]] * 2, 0)
+    with wrappers[0].no_sync(), wrappers[1].no_sync():
+        loss_of(wrappers, (0, 1), rank, 0).backward()
+    for wrapper in wrappers:
+        wrapper.start_grad_sync()
+    loss_of([other], [0], rank, 0).backward()
+    for wrapper in reversed(wrappers):
+        wrapper.finish_grad_sync()
+    assert_gradients(wrappers[0].module, want[0])
+
+
+@each_kind
+@on_two_ranks
+def test_a_backward_in_no_sync_is_not_taken_for_that_of_another_wrapper(make):
+    """The other one has a forward whose backward is still to come, or was ended by hand before."""
+    rank, wrappers = dist.get_rank(), wrapped(make(2))
+    for step in range(2):
+        want = expected([wrapper.module for wrapper in wrappers], [[(0,), (step,)], [(step,)]], step)
+        for wrapper in wrappers:
+            wrapper.start_grad_sync()
+        for wrapper in wrappers:
+            wrapper.finish_grad_sync()
+        later = loss_of(wrappers, (step,), rank, step)
+        with wrappers[0].no_sync():
+            if rank == 0:
+                loss_of(wrappers, (0,), rank, step).backward()
+        later.backward()
+        assert_gradients(wrappers[step].module, want[step])
+        for wrapper in wrappers:
+            wrapper.zero_grad()
+
+
 @each_variant
 @on_two_ranks
 def test_what_one_rank_has_frozen_and_keeps_a_gradient_of_is_averaged_once(options):

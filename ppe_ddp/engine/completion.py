@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from zlib import crc32
 
 import torch
@@ -97,7 +97,7 @@ class SharedParameters:
         self.groups, self._exclusive, self._turns = groups, exclusive, turns
         self._lost = ""  # the name of a parameter that another wrapper has taken over
         self.index: dict[int, int] = {}  # from the identity of each parameter of this wrapper to its index
-        # Returns None unless a backward is running that has passed outputs of this wrapper.
+        # Returns None unless a backward is running that has passed outputs of this wrapper, also in no_sync().
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
         # The parameters in common with each other wrapper of which one of both has listed all as frozen.
@@ -167,6 +167,13 @@ class SharedParameters:
     def use(self) -> None:
         """Note that a forward of this wrapper begins."""
         self._is_used = True
+
+    def pass_by(self, record: Callable[[], None] | None) -> None:
+        """Note that a backward in ``no_sync()`` passes outputs of this wrapper; at its end it calls ``record``."""
+        if self.end_callback() is None and (record is not None or self._others):
+            end: Callable[[], Any] = partial(record or bool)
+            at_end_of_backward(end)  # an interrupt's traceback may keep it alive, so it is not known before
+            self.end_callback = weakref.ref(end)
 
     def is_for_another(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient that has arrived for ``parameter`` belongs to another wrapper's backward."""
@@ -352,18 +359,20 @@ class Turn:
 def arrange(turns: Iterable[Turn], held: Iterable[Turn]) -> list[Turn]:
     """Put ``turns``, which end now, into an order that is the same on every rank. ``held`` are others that have begun.
 
-    Returns the turns of ``held`` that share parameters with them, directly or through others: they have to end now,
-    too.
+    Returns them with those that share parameters with them, directly or through others: these have to end now, too.
+    Some may have been arranged before.
     """
-    given = list(turns)
-    joined = [turn for turn in given if turn.is_held]
+    ending = list(turns)
+    joined = [turn for turn in ending if turn.is_held]
     waiting = [turn for turn in held if turn.is_held]
     for turn in joined:  # grows
         joined += [other for other in waiting if other not in joined and turn._shares_with(other)]
     ordered = sorted(joined, key=lambda turn: in_order(turn._shared.groups))
     for k, turn in enumerate(ordered):
         turn._follow(ordered[:k], ordered[k + 1 :], ordered[0])
-    return [turn for turn in joined if turn not in given]
+    for turn in ending:  # grows
+        ending += [other for other in turn._sharers if other not in ending]
+    return ending
 
 
 def in_order(groups: Groups) -> tuple[int, str]:

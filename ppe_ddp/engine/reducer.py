@@ -96,7 +96,6 @@ class Reducer(Generic[C]):
         self._lock = threading.RLock()  # with CUDA, autograd calls hooks from one thread a device
         self._backward: Backward | None = None
         self._end_callback: Callable[[], EndOfBackward | None] = lambda: None
-        self._recorded: Callable[[], object] = lambda: None  # of the last backward in no_sync(), while it runs
         self._started: Completion | None = None
         self._forwards = ForwardCounter()
         self._last: Recorder | None = None
@@ -229,10 +228,8 @@ class Reducer(Generic[C]):
         else:
             if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
-            if EventLog.current is not None and self._recorded() is None:
-                end = partial(EventLog.current.add, "backward", "in no_sync()", perf_counter_ns())
-                self._recorded = weakref.ref(end)
-                at_end_of_backward(end)
+            log, begin = EventLog.current, perf_counter_ns()
+            self.shared.pass_by(None if log is None else partial(log.add, "backward", "in no_sync()", begin))
         if len(self._all) > 1:
             self._begin_others()
 
