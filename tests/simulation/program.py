@@ -165,6 +165,8 @@ class Program:
             step if step.kind in fit or number >= count else dataclasses.replace(step, kind=StepKind.ONE_BACKWARD)
             for number, step in enumerate(self.steps)
         ]
+        if count < len(steps) and steps[count].zeroing is Zeroing.TO_ZERO:  # only who has run out has older gradients
+            steps[count] = dataclasses.replace(steps[count], zeroing=Zeroing.TO_NONE)
         counts = [draw.randint(0, count) for _ in range(self.world_size)]
         counts[draw.randrange(self.world_size)] = count
         by_all = draw.random() < 0.5
