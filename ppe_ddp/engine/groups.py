@@ -134,7 +134,7 @@ class Groups:
     def __post_init__(self) -> None:
         self.is_duplicate = self.number > 0
         """Whether these are duplicates, which can be closed and renewed."""
-        self._is_registered = self.is_duplicate or is_registered(self.parent)
+        self._was_registered = self.is_duplicate or is_registered(self.parent)
         self.is_closed = False
         """Whether the duplicates cannot be used, as a failure has closed them."""
         self.life = Life.OPEN if self.is_duplicate else Life.BORROWED
@@ -618,7 +618,7 @@ class Groups:
     def check(self) -> None:
         """Raise :class:`UnusableError`, which says what to do, if these groups can no longer be used."""
         self.check_process()
-        if self._is_registered and not is_registered(self.control, self.parent):
+        if self._was_registered and not is_registered(self.control, self.parent):
             raise self._destroyed()
 
     def check_process(self) -> None:

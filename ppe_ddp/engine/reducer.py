@@ -228,8 +228,9 @@ class Reducer(Generic[C]):
         else:
             if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
-            log, begin = EventLog.current, perf_counter_ns()
-            self.shared.pass_by(None if log is None else partial(log.add, "backward", "in no_sync()", begin))
+            log = EventLog.current
+            record = None if log is None else partial(log.add, "backward", "in no_sync()", perf_counter_ns())
+            self.shared.pass_by(record)
         if len(self._all) > 1:
             self._begin_others()
 
