@@ -228,10 +228,12 @@ class Weights:
         task = graph_task()
         if behind and any(node.task == task and node.end() is not None for node in nodes if node not in behind):
             raise UnusableError(_TWICE)  # autograd counts the root of a backward as executed only if nothing is below
-        if not behind:  # in a reentrant checkpoint they are in the backward around it, which on a CPU is of this thread
+        if not behind:  # the root alone; in a reentrant checkpoint, those of the backward around it
             is_on_cpu, thread = all(one.device.type == "cpu" for one in self.parameters[:1]), get_ident()
-            running = (node for node in nodes if node.end() is not None)
-            behind = [node for node in running if node.thread == thread or not (is_on_cpu and node.is_on_cpu)]
+            running = [node for node in nodes if node.end() is not None]
+            behind = [node for node in running if node.task == task] or [
+                node for node in running if node.thread == thread or not (is_on_cpu and node.is_on_cpu)
+            ]
         for node in behind:
             node.is_counted = True
         return {node: node.executions + (node.end() is None) for node in behind}

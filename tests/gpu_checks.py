@@ -10,7 +10,9 @@ import io
 import os
 import signal
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -483,6 +485,48 @@ def a_weighed_loss_on_the_device_of_a_checkpointed_wrapper_on_the_cpu():
         model.zero_grad()
         ppe_ddp.weigh(loss(model, 0, rank), counts[rank]).backward()
         hold(module, weighted(module, loss, counts), rtol=1e-4, atol=1e-5)
+
+
+@check
+def weighed_backwards_on_two_threads():
+    """Each waits on its own thread, on the CPU, until the other one has begun; a GPU has one thread for both."""
+    rank, size, meeting = dist.get_rank(), dist.get_world_size(), threading.Barrier(2)
+    modules, counts = [network() for _ in range(2)], [[3 + k for k in range(size)], [50 - 40 * k for k in range(size)]]
+    losses = []
+    for module, own in zip(modules, counts, strict=True):
+        loss = loss_of(DistributedDataParallel(module), 0, rank).cpu()
+        loss.register_hook(lambda gradient: gradient * (meeting.wait(20) < 2))
+        losses.append(ppe_ddp.weigh(loss, own[rank]))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(torch.Tensor.backward, losses))
+    for module, own in zip(modules, counts, strict=True):
+        hold(module, weighted(module, loss_of, own), rtol=1e-4, atol=1e-5)
+
+
+@check
+def a_function_that_fails_before_its_first_call_on_the_device_is_told_at_once():
+    """The other ranks wait for it in a blocking call of their functions."""
+
+    def average(gradients, group):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+
+    module = network()
+    config = megatron.DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
+    model = megatron.DistributedDataParallel(None, config, module, reduce_function=average)
+
+    def step():
+        model.zero_grad_buffer()
+        loss_of(model).backward()
+        model.finish_grad_sync()
+
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises((ArithmeticError, ppe_ddp.PeerAbortedError)):
+            step()
+        assert time.monotonic() - start < 15
 
 
 @check

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed import Backend, FileStore, ProcessGroupGloo
 
 from ppe_ddp.backends.cupy_nccl.nccl_group import NcclGroup
-from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, gloo_beside
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.nested_tensors import tensors_in
 
 DTYPES = {
@@ -329,12 +330,17 @@ class _RoutedByDtype(DeviceRoutedGroup):
 
 def _make(arguments, options):
     # CPU tensors are in the place of CUDA's, and those of int8 in the place of the CPU's, which go to gloo.
-    makers = {
-        "cpu": lambda: NcclGroup(arguments, LIBRARY, StandInDevice()),
-        "beside": lambda: group_over("gloo", arguments),
-    }
-    group = _RoutedByDtype(arguments.group_rank, arguments.group_size, arguments, "cupy_stand_in", makers=makers)
-    group._types = ("cpu",)
+    keys = WrittenKeys(arguments.store)
+    group = _RoutedByDtype(
+        arguments.group_rank,
+        arguments.group_size,
+        arguments,
+        "cupy_stand_in",
+        ("cpu",),
+        made={"beside": gloo_beside(arguments, keys)},
+        makers={"cpu": lambda: NcclGroup(arguments, LIBRARY, StandInDevice(), keys)},
+        keys=keys,
+    )
     return group
 
 

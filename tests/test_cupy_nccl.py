@@ -26,6 +26,8 @@ from ppe_ddp.backends.cupy_nccl import nccl_group, nccl_library
 from ppe_ddp.backends.cupy_nccl.nccl_communicator import Communicators, Members, PreparedCalls
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl, reduction_of
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup
+from ppe_ddp.backends.group_internals import store_of
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.engine import reduction
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.testing import RankError, Ranks, World, check_backend
@@ -229,18 +231,26 @@ def test_devices_are_connected_again_where_all_ranks_are(two):
 
 
 def told_beside_gloo():
-    failing = []
+    """Rank 1 fails before its first call in that group, and no keys are left of it."""
+    fails, counts = [], []
 
     def average(gradients, group):
-        if failing and dist.get_rank() == 1:
+        if fails and dist.get_rank() == 1:
             raise ArithmeticError
         dist.all_reduce(torch.ones(1, dtype=torch.int8), group=group)  # over gloo, as for tensors of another device
 
     model = DistributedDataParallel(torch.nn.Linear(3, 2), reduce_function=average)
-    model(torch.ones(1, 3)).sum().backward()
-    failing.append(True)
-    with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerAbortedError):
+    for _ in range(5):
+        fails.append(True)
+        with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerAbortedError):
+            model(torch.ones(1, 3)).sum().backward()
+        fails.clear()
+        model.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
+        dist.barrier()
+        counts.append(store_of(dist.group.WORLD).num_keys())
+        dist.barrier()
+    assert counts[4] <= counts[3], counts
 
 
 def test_who_waits_in_a_gloo_group_beside_it_is_told_of_a_failure_before_the_timeout():
@@ -251,7 +261,7 @@ def test_who_waits_in_a_gloo_group_beside_it_is_told_of_a_failure_before_the_tim
 def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(monkeypatch):
     monkeypatch.setattr(device_routed_group, "_ABORT_SECONDS", 0.01)
     others_are_aborted, log = threading.Event(), queue.Queue()
-    stuck = types.SimpleNamespace(abort=lambda: log.put(others_are_aborted.wait(60)), shutdown=mock.Mock())
+    stuck = mock.Mock(abort=lambda: log.put(others_are_aborted.wait(60)))
     host = mock.Mock()
     group = routed(host, stuck)
     group.abort()
@@ -264,12 +274,11 @@ def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(mo
 
 
 def routed(host, device):
-    """A group that has been used on a host and on a device."""
+    """A group that was used on a device."""
     arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
-    makers = {"meta": lambda: device, "cpu": lambda: host}
-    group = DeviceRoutedGroup(0, 1, arguments, "routed", makers=makers, made=[host])
-    for kind in makers:
-        group._group_for((torch.ones(1, device=kind),), "all_reduce")
+    made, makers, keys = {"cpu": host}, {"meta": lambda: device}, WrittenKeys(None)
+    group = DeviceRoutedGroup(0, 1, arguments, "routed", ("meta", "cpu"), made=made, makers=makers, keys=keys)
+    group._group_for((torch.ones(1, device="meta"),), "all_reduce")
     return group
 
 
@@ -419,7 +428,7 @@ def test_the_stand_in_keeps_the_contract_of_cupys_nccl():
 
 
 def communicators_of(library=LIBRARY):
-    return Communicators(library, StandInDevice(), dist.HashStore(), 0, "rank 0 of 1, group 'x'", 1.0)
+    return Communicators(library, StandInDevice(), WrittenKeys(dist.HashStore()), 0, "rank 0 of 1, group 'x'", 1.0)
 
 
 @pytest.mark.parametrize("version", [22900, 22901], ids=["bytes of CuPy 14", "numbers of CuPy 13"])

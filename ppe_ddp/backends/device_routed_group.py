@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup, Work
 from ppe_ddp.backends.group import PythonGroup
 from ppe_ddp.backends.group_internals import (
     PrefixStore,
+    address_key,
     backend_for,
     creator_of,
     end_coalescing,
@@ -27,6 +28,7 @@ from ppe_ddp.backends.group_internals import (
     process_group_over,
     start_coalescing,
 )
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.nested_tensors import tensors_in
 
 _Own = TypeVar("_Own", bound=PythonGroup)
@@ -50,10 +52,11 @@ class DeviceRoutedGroup(PythonGroup):
     All ranks call the same collectives on the same device types in the same order.
 
     Args:
-        makers: By device type, such as "cuda", the function that makes its group, or returns one that was made; called
-            when the first tensor of this type comes, which may be on some ranks only. The first one also serves
-            barriers that name no device.
-        made: The inner groups that exist from the beginning, on every rank.
+        device_types: Such as "cuda". The group for the first one also serves barriers that name no device.
+        made: By device type, the inner groups that exist from the beginning, on every rank.
+        makers: By other device types, the function that makes the group; called when the first tensor of this type
+            comes, which may be on some ranks only.
+        keys: The keys of inner groups in the store, which are deleted after a failure.
     """
 
     def __init__(
@@ -62,14 +65,17 @@ class DeviceRoutedGroup(PythonGroup):
         size: int,
         arguments: Any,
         backend_name: str,
+        device_types: Iterable[str],
         *,
+        made: Mapping[str, ProcessGroup],
         makers: Mapping[str, Callable[[], Any]],
-        made: Sequence[PythonGroup] = (),
+        keys: WrittenKeys,
     ) -> None:
-        super().__init__(rank, size, arguments, backend_name, tuple(makers))
-        self._makers = dict(makers)
-        self._made: dict[str, Any] = {}
-        self._made_first = made
+        super().__init__(rank, size, arguments, backend_name, tuple(device_types))
+        self._makers = makers
+        self._made: dict[str, Any] = dict(made)
+        self._made_first = frozenset(made.values())
+        self._keys = keys
         self._devices: dict[str, device] = {}
         self._is_aborted = False
         _GROUPS.add(self)
@@ -80,12 +86,12 @@ class DeviceRoutedGroup(PythonGroup):
 
     def inner_groups(self) -> list[Any]:
         """Those that were made until now."""
-        return [*self._made.values()]
+        return [*dict.fromkeys(self._made.values())]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """A barrier in the group for the device that ``opts`` names."""
         named = getattr(opts, "device", None)
-        kind = named.type if named is not None and named.type in self._makers else next(iter(self._makers))
+        kind = named.type if named is not None and named.type in self._types else self._types[0]
         work: Work = self._group(kind).barrier(opts)
         return work
 
@@ -99,8 +105,8 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        for group in self._made.values():
-            if not self._is_aborted or self._is_on_host(group):
+        for group in self.inner_groups():
+            if not self._is_aborted or group in self._made_first:
                 group.shutdown()
 
     def abort(self) -> None:
@@ -108,12 +114,13 @@ class DeviceRoutedGroup(PythonGroup):
 
         NCCL frees memory as it aborts, which waits for all calls on the device, and lets other threads wait that use
         the device. Calls in other groups may never end until these are aborted, too. So if there are others, it begins
-        a moment later, when these may have heard of the failure.
+        a moment later, when these may have heard of the failure. If there are none, the host waits for it: a call of
+        the user's that comes meanwhile may wait for a rank that waits for this one.
         """
         self._is_aborted = True
         is_alone = not any(one.devices_used() for one in _GROUPS if one is not self and not one._is_aborted)
-        for group in self._made.values():
-            if self._is_on_host(group):
+        for group in self.inner_groups():
+            if group in self._made_first:
                 group.abort()
                 continue
             timer = threading.Timer(0.0 if is_alone else _PAUSE_SECONDS, _abort, (group,))
@@ -123,12 +130,11 @@ class DeviceRoutedGroup(PythonGroup):
                 timer.join(_ABORT_SECONDS)
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Free the resources of the inner groups that exist on every rank."""
-        for group in self._made_first:
-            group.release(exchange)
-
-    def _is_on_host(self, group: Any) -> bool:
-        return group in self._made_first or group is self._made.get("cpu")
+        """Free the resources of the inner groups, and delete this rank's keys; see :class:`PythonGroup`."""
+        for group in self.inner_groups():  # those that exist on some ranks only exchange nothing
+            if isinstance(group, PythonGroup):
+                group.release(exchange)
+        self._keys.delete_all()
 
     def _group_for(self, arguments: tuple[Any, ...], name: str) -> Any:
         tensor = next(tensors_in(arguments), None)
@@ -142,7 +148,7 @@ class DeviceRoutedGroup(PythonGroup):
     def _group(self, kind: str) -> Any:
         if kind not in self._made:
             if kind not in self._makers:
-                known = ", ".join(self._makers)
+                known = ", ".join(self._types)
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
             self._made[kind] = self._makers[kind]()
         return self._made[kind]
@@ -172,14 +178,19 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
     name = own.getBackendName()
     if set(backends.values()) <= {name}:
         return own
-    made: dict[str, ProcessGroup] = {name: own}
-    if "gloo" in backends.values():  # it connects all ranks, and the first call may be one of some ranks
-        made["gloo"] = group_over("gloo", arguments)
-    makers = {
-        kind: partial(made.get, backend) if backend in made else partial(group_over, backend, arguments)
-        for kind, backend in backends.items()
-    }
-    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, makers=makers, made=(own,))
+    existing: dict[str, ProcessGroup] = {name: own}
+    keys = WrittenKeys(arguments.store)
+    if "gloo" in backends.values():
+        existing["gloo"] = gloo_beside(arguments, keys)
+    made = {kind: existing[backend] for kind, backend in backends.items() if backend in existing}
+    makers = {kind: partial(group_over, backend, arguments) for kind, backend in backends.items() if kind not in made}
+    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, backends, made=made, makers=makers, keys=keys)
+
+
+def gloo_beside(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
+    """Make a group over gloo at once: it connects all ranks, and the first call may be one of some ranks."""
+    keys.under("beside/gloo").note(address_key(arguments.group_rank))
+    return group_over("gloo", arguments)
 
 
 def copied_arguments(arguments: Any, store: Any) -> Any:

@@ -23,6 +23,7 @@ from torch.distributed import ReduceOp
 from ppe_ddp.backends.collective_arguments import CollectiveArguments, check_dtypes, pack
 from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.cupy_nccl.nccl_library import BYTE, reduction_of
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.errors import CommunicationError
 
 _Kind: Any = ReduceOp.RedOpType
@@ -55,7 +56,9 @@ class Communicator:
 class Communicators:
     """The communicators of one process group on this rank."""
 
-    def __init__(self, library: Any, device: CudaDevice, store: Any, rank: int, place: str, timeout: float) -> None:
+    def __init__(
+        self, library: Any, device: CudaDevice, store: WrittenKeys, rank: int, place: str, timeout: float
+    ) -> None:
         self._library = library
         self._device = device
         self._store = store
@@ -151,7 +154,7 @@ class Communicators:
                 # CuPy's ids are tuples of numbers until version 13, bytes from 14 on.
                 self._store.set(f"{key}/id", repr(self._library.get_unique_id()))
             # NCCL has no timeout for ranks that never come.
-            self._store.set(f"{key}/here/{self._rank}", b"1")
+            self._store.set(f"{key}/here/{self._rank}", "1")
             self._wait_for_ranks(key, ranks)
             unique_id = ast.literal_eval(self._store.get(f"{key}/id").decode())
             return self._library.NcclCommunicator(len(ranks), unique_id, ranks.index(self._rank))

@@ -30,8 +30,9 @@ from ppe_ddp.backends.cupy_nccl.nccl_communicator import (
     PreparedCalls,
 )
 from ppe_ddp.backends.cupy_nccl.nccl_library import load_nccl
-from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, group_over
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, gloo_beside
 from ppe_ddp.backends.group import SUM, CollectiveGroup
+from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
@@ -48,9 +49,11 @@ def make_group(arguments: Any, options: Any) -> DeviceRoutedGroup:
     if options is not None:
         raise TypeError(f"the backend cupy_nccl takes no pg_options, but it got {type(options).__name__}")
     library = load_nccl()
-    gloo = group_over("gloo", arguments)  # it connects all ranks, and the first call may be one of some ranks
-    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice()), "cpu": lambda: gloo}
-    return DeviceRoutedGroup(arguments.group_rank, arguments.group_size, arguments, _NAME, makers=makers)
+    keys = WrittenKeys(arguments.store)
+    made = {"cpu": gloo_beside(arguments, keys)}
+    makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice(), keys)}
+    rank, size = arguments.group_rank, arguments.group_size
+    return DeviceRoutedGroup(rank, size, arguments, _NAME, ("cuda", "cpu"), made=made, makers=makers, keys=keys)
 
 
 class NcclGroup(CollectiveGroup):
@@ -71,14 +74,14 @@ class NcclGroup(CollectiveGroup):
         UnusableError: The group was destroyed, or a CUDA graph is being captured.
     """
 
-    def __init__(self, arguments: Any, library: Any, nccl_device: CudaDevice) -> None:
+    def __init__(self, arguments: Any, library: Any, nccl_device: CudaDevice, keys: WrittenKeys) -> None:
         rank, size = arguments.group_rank, arguments.group_size
         super().__init__(rank, size, arguments, _NAME, ("cuda",))
         seconds = self._timeout.total_seconds()
         self._place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._device = nccl_device
         self._over: NcclCollectives = NcclCollectives(rank, size)
-        self._communicators = Communicators(library, nccl_device, arguments.store, rank, self._place, seconds)
+        self._communicators = Communicators(library, nccl_device, keys, rank, self._place, seconds)
         self._everyone = Members("collectives", tuple(range(size)))
         self._coalesced: NcclOperation | None = None
         self._posted: list[NcclOperation] = []

@@ -16,9 +16,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import HostMemory
-from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, group_over
+from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, gloo_beside
 from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
-from ppe_ddp.backends.group_internals import address_key, backend_for, backends_being_made
+from ppe_ddp.backends.group_internals import backend_for, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
@@ -121,7 +121,6 @@ def _over_gloo(arguments: Any, keys: WrittenKeys, more_time: timedelta = timedel
 
     Connecting has the group's timeout, as a rank may die then. Calls have ``more_time`` in addition.
     """
-    keys.under("beside/gloo").note(address_key(arguments.group_rank))
-    group = group_over("gloo", arguments)
+    group = gloo_beside(arguments, keys)
     backend_for(group, torch.device("cpu")).set_timeout(arguments.timeout + more_time)
     return group
