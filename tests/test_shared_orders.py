@@ -155,7 +155,7 @@ class Step:
         self.number, self.records = number, None
         self.record = array("q", (10 * number + rank, 0, 1, 1))
 
-    def prepare(self, regions, _rank):
+    def prepare(self, regions):
         if [region.position for region in regions] != [10 * self.number + rank for rank in range(len(regions))]:
             raise ArithmeticError("an old record")
 

@@ -1,6 +1,7 @@
 """Collectives in shared memory, on one node or several: who owns what, and sums; one process plays all ranks."""
 
 import mmap
+from functools import partial
 
 import pytest
 import torch
@@ -8,13 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, describe_record
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    NodeLayout,
+    ReduceScatterStep,
+    Region,
+    Scratch,
+    describe_record,
+    pieces,
+)
 from ppe_ddp.backends.shared_memory.two_level_steps import (
+    TwoLevelAllGatherStep,
+    TwoLevelAllReduceStep,
+    TwoLevelReduceScatterStep,
     WireMemory,
-    all_gather_steps,
-    all_reduce_steps,
-    reduce_scatter_steps,
 )
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}
@@ -24,6 +33,22 @@ PIECES = st.sampled_from([64, 500, 9999])
 SPACE = 1 << 16
 BEFORE = 192  # bytes of somebody else's in front of what a rank shows
 collective = settings(deadline=None, max_examples=100)
+ALONE = NodeLayout.of("aaa", 0)
+
+
+def all_reduce_steps(flat, kind, piece_bytes, layout=ALONE, source=None, **options):
+    make = partial(TwoLevelAllReduceStep, source=source) if len(layout.nodes) > 1 else AllReduceStep
+    return [make(piece, kind, layout, **options) for (piece,) in pieces(piece_bytes, flat)]
+
+
+def reduce_scatter_steps(result, rows, kind, piece_bytes, layout=ALONE, **options):
+    make = TwoLevelReduceScatterStep if len(layout.nodes) > 1 else ReduceScatterStep
+    return [make(part, piece, kind, layout, **options) for piece, part in pieces(piece_bytes, rows, result)]
+
+
+def all_gather_steps(rows, share, piece_bytes, layout=ALONE, **options):
+    make = TwoLevelAllGatherStep if len(layout.nodes) > 1 else AllGatherStep
+    return [make(part, piece, layout, **options) for part, piece in pieces(piece_bytes, rows, share)]
 
 
 @given(NAMES, st.integers(0, 300), st.sampled_from([1, 2, 4, 8]))
@@ -127,7 +152,7 @@ class Nodes:
         self.size = len(names)
         self.sharing = [bool(sharing >> rank & 1) for rank in range(self.size)]
         self.layouts = [NodeLayout.of(names, rank) for rank in range(self.size)]
-        self.are_several = self.size == 1 or len(set(names)) > 1  # a rank alone sends nothing
+        self.are_several = len(set(names)) > 1
         self._spaces = [mmap.mmap(-1, SPACE) for _ in names]
         self._wires = [WireMemory() for _ in names]
 
@@ -141,7 +166,7 @@ class Nodes:
     def run(self, steps_of, *, ends=False):
         """Play the steps that each rank makes of `rank, options`: one after another on all."""
         each = [
-            steps_of(rank, {"layout": layout if self.are_several else None, "is_shared": is_shared})
+            steps_of(rank, {"layout": layout, "is_shared": is_shared})
             for rank, (layout, is_shared) in enumerate(zip(self.layouts, self.sharing, strict=True))
         ]
         for steps in zip(*each, strict=True):
@@ -151,9 +176,9 @@ class Nodes:
         """Each node's ranks publish, sum and send, and write when all has arrived; in any order."""
         assert len({(step.code, step.local.numel()) for step in steps}) == 1
         regions = []
-        for step, layout, space in zip(steps, self.layouts, self._spaces, strict=True):
+        for step, space in zip(steps, self._spaces, strict=True):
             if step.shared is None:
-                step.stage(torch.frombuffer(space, dtype=torch.uint8)[BEFORE:], layout.local_rank, len(layout.local))
+                step.stage(torch.frombuffer(space, dtype=torch.uint8)[BEFORE:])
             start = torch.frombuffer(space, dtype=torch.uint8).data_ptr()
             regions.append(
                 Region(space, step.shared.data_ptr() - start if step.shared.numel() else BEFORE, step.stride)
@@ -161,7 +186,7 @@ class Nodes:
         links = [Link(len(self.layouts[0].nodes)) for _ in range(self.layouts[0].slices)]
         crossings = []
         for step, layout, wire in zip(steps, self.layouts, self._wires, strict=True):
-            step.prepare([regions[rank] for rank in layout.local], layout.local_rank)
+            step.prepare([regions[rank] for rank in layout.local])
             if self.are_several:
                 own = [links[index] for index in layout.own_slices]
                 place = layout.nodes.index(layout.local)
@@ -172,8 +197,8 @@ class Nodes:
                 steps[rank].spread(crossings[rank], self._wires[rank])
             else:
                 steps[rank].act(Scratch())
-        for step, layout in zip(steps, self.layouts, strict=True):
-            step.finish(layout.local_rank, len(layout.local))
+        for step in steps:
+            step.finish()
 
 
 def drawn(dtype, *shape):
@@ -265,7 +290,7 @@ def test_what_is_under_way_between_nodes_is_no_memory_of_the_gradients(rank):
     tensor = torch.frombuffer(space, dtype=torch.float32, count=100).fill_(1.0)
     layout = NodeLayout.of("ab", rank)
     (step,) = all_reduce_steps(tensor, KINDS["SUM"], 4096, layout, is_shared=True)
-    step.prepare([Region(space, 0, 0)], 0)
+    step.prepare([Region(space, 0, 0)])
     link = Link(2)
     crossing = step.cross([link], WireMemory())
     assert not crossing.done()

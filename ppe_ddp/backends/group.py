@@ -31,7 +31,6 @@ from ppe_ddp.backends.collectives import Collectives
 from ppe_ddp.backends.group_internals import is_registered
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.rank_store import WrittenKeys
-from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.shm import ShmOptions
@@ -338,9 +337,9 @@ class PendingGroup(CollectiveGroup):
         return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
     @property
-    def hierarchy(self) -> Hierarchy | None:
-        """The layout for reductions in two levels, if ranks share memory on several nodes. The same on all ranks."""
-        return self._shared.hierarchy
+    def hierarchy(self) -> SharedMemoryGroup | None:
+        """What runs reductions in two levels, if ranks share memory on several nodes. The same on all ranks."""
+        return self._shared if self._shared.links else None
 
     def progress(self) -> None:
         """Advance the operations of all groups of this process, without waiting."""

@@ -472,20 +472,23 @@ class CallSet:
 
 
 class CallQueue:
-    """The calls of a wire that advances only in calls of this process: one at a time, in the same order on all ranks.
+    """The calls of a wire that advances only in calls of this process.
 
-    They advance in every call of a backend, on any group; no call waits inside MPI.
+    They advance in every call of a backend, on any group; no call waits inside MPI. They are begun one at a time, in
+    the same order on all ranks; or with ``at_once``, each when it comes.
     """
 
-    def __init__(self, waits: Waits) -> None:
-        self._waits = waits
-        self._calls: deque[WireCall] = deque()
+    def __init__(self, waits: Waits, *, at_once: bool = False) -> None:
+        self._at_once = at_once
+        self._calls: list[WireCall] = []
         self._progress = progress_engine(os.getpid())
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        """Queue a call, which begins when all earlier ones are over."""
+        """Begin a call, or queue it until all earlier ones are over."""
         with self._progress.lock:
+            if self._at_once:
+                call.start()
             self._calls.append(call)
             self._progress.add(self)
         self._progress.progress()
@@ -494,15 +497,15 @@ class CallQueue:
         return not self._calls
 
     def advance(self) -> bool:
-        """Advance the queue without waiting; returns whether it is empty."""
-        while self._calls:
-            if not self._calls[0].advance():
-                return False
-            if self._calls:  # empty if advance() has failed, which ends all calls
-                self._calls.popleft()
-        return True
+        """Advance the calls without waiting; returns whether all are over."""
+        for call in [*self._calls]:
+            if call.advance():
+                self._calls = [one for one in self._calls if not one.is_done]
+            elif not self._at_once:
+                break
+        return not self._calls
 
     def _fail_all(self) -> None:
         with self._progress.lock:
             while self._calls:
-                self._calls.popleft().fail()
+                self._calls.pop(0).fail()

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
-from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.plan import ParameterSpec
@@ -272,12 +272,12 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     return {**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}, "parameters": {}}
 
 
-def hierarchy_of(group: ProcessGroup) -> Hierarchy | None:
+def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:
     """The layout of ``group`` if ranks share memory on several nodes, else None; the same on all ranks."""
     cpu = torch.device("cpu")
     if cpu.type not in device_types(group):
         return None
-    hierarchy: Hierarchy | None = getattr(backend_for(group, cpu), "hierarchy", None)
+    hierarchy: SharedMemoryGroup | None = getattr(backend_for(group, cpu), "hierarchy", None)
     return hierarchy
 
 

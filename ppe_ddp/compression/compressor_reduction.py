@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ppe_ddp.backends.collective_arguments import as_bytes
-from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy, SliceLink
+from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.backends.shared_memory.shared_reservation import joined_ranges
+from ppe_ddp.backends.shared_memory.step_queue import SliceLink
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
 from ppe_ddp.contracts import GradBucket, Waitable, is_completed
@@ -112,7 +113,9 @@ class CompressorReduction(Reduction):
             plain.copy_(wide)
         return None
 
-    def _average_between_nodes(self, bucket: GradBucket, hierarchy: Hierarchy, links: Sequence[Link]) -> Delivered:
+    def _average_between_nodes(
+        self, bucket: GradBucket, hierarchy: SharedMemoryGroup, links: Sequence[Link]
+    ) -> Delivered:
         """Average over all ranks of the group; only messages between nodes are compressed.
 
             ranks of a node      flat gradients of a bucket    --exact sum-->    own parameters, over the node
@@ -127,7 +130,7 @@ class CompressorReduction(Reduction):
             parts[state.owners.of(segment.name)].append(segment)
         seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
         ranges = [joined_ranges((one.start, one.stop) for one in part) for part in parts]
-        reduction = hierarchy.start(gradients.given, ranges)
+        reduction = hierarchy.sum_ranges(gradients.given, ranges)
         yield reduction.summed
         exchanges = []
         for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):

@@ -1,9 +1,9 @@
 """Collectives of one group in shared memory: chooses the collectives for it, connects the ranks, caches the steps.
 
-The choice follows from the total size and the dtype, so it is the same on every rank. The ranks connect when the group
-is made. The steps of a collective whose tensors lie in shared memory are cached, and run again for the same memory, as
-in every training step. They have views of the reservation, not of tensors allocated in it. So they keep no tensor
-alive, and fit tensors that are later allocated at the same place.
+The choice follows from the total size and the dtype, so it is the same on every rank. The steps of a collective whose
+tensors lie in shared memory are cached, and run again for the same memory, as in every training step. They have views
+of the reservation, not of tensors allocated in it. So they keep no tensor alive, and fit tensors that are later
+allocated at the same place.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,6 @@ from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.collective_arguments import overlap
 from ppe_ddp.backends.mpi import MpiOptions
-from ppe_ddp.backends.shared_memory.hierarchy import Hierarchy
-from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import (
     ADDRESS_BYTES,
     TOKEN_BYTES,
@@ -33,9 +32,22 @@ from ppe_ddp.backends.shared_memory.shared_reservation import (
     node_name,
     shared_memory,
 )
-from ppe_ddp.backends.shared_memory.shared_steps import Step, supports
-from ppe_ddp.backends.shared_memory.step_queue import SharedLink, StepQueue
-from ppe_ddp.backends.shared_memory.two_level_steps import all_gather_steps, all_reduce_steps, reduce_scatter_steps
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    AllGatherStep,
+    AllReduceStep,
+    NodeLayout,
+    ReduceScatterStep,
+    Step,
+    pieces,
+    supports,
+)
+from ppe_ddp.backends.shared_memory.step_queue import HierarchicalReduction, SharedLink, SliceLink, StepQueue
+from ppe_ddp.backends.shared_memory.two_level_steps import (
+    NodeSumStep,
+    TwoLevelAllGatherStep,
+    TwoLevelAllReduceStep,
+    TwoLevelReduceScatterStep,
+)
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.work import Work
 
@@ -48,6 +60,10 @@ _GATHERED_PART = 16
 _MOST_KEPT = 256  # collectives whose steps are cached; about 10 kB each
 _REASON_BYTES = 200
 
+Made = tuple[list[Step], bool] | None
+"""The steps of a collective, and whether they can be cached, as all its tensors lie in shared memory; None if they do
+not go through it."""
+
 
 class SharedMemoryGroup:
     """All-reduces of large tensors, and with ``options.shared_parts`` reduce-scatters and all-gathers.
@@ -55,7 +71,9 @@ class SharedMemoryGroup:
     All ranks make it together. In a group of several nodes collectives below ``two_level_bytes`` go by messages.
     """
 
-    _memory: SharedMemory  # of this process, where there is a ``queue``
+    # Of this process and this rank, where there is a ``queue``.
+    _memory: SharedMemory
+    layout: NodeLayout
 
     def __init__(
         self, link: SharedLink, options: MpiOptions | ShmOptions, *, is_enabled: bool, two_level_bytes: int
@@ -63,22 +81,22 @@ class SharedMemoryGroup:
         self._link = link
         self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
-        self._makers: dict[str, Callable[..., tuple[Iterable[Step], bool] | None]] = {}
+        self._makers: dict[str, Callable[..., Made]] = {}
         # The ranks of each node, if there are several nodes, and either ranks share memory or each is alone on a node;
         # else empty. The same on every rank.
         self.nodes: tuple[tuple[int, ...], ...] = ()
         # Runs the collectives in shared memory; None if some ranks of a node cannot share memory.
         self.queue: StepQueue | None = None
-        # Runs reductions in which the caller exchanges between nodes; None on one node, or without shared memory.
-        self.hierarchy: Hierarchy | None = None
+        # For :meth:`sum_ranges`, the connections to other nodes, one for each slice of this rank; none on one node, or
+        # without shared memory.
+        self.links: list[SliceLink] = []
         if link.size > 1 and is_enabled:
             try:
                 self._connect()
             except BaseException as error:  # even an interrupt, as the other ranks wait for this one
                 link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
                 raise
-        self._levels = None if self.hierarchy is None else self.hierarchy.layout
-        self._smallest_bytes = max(options.shared_bytes, 0 if self._levels is None else two_level_bytes)
+        self._smallest_bytes = max(options.shared_bytes, two_level_bytes if self.links else 0)
         if self.queue is not None:
             self._makers["all_reduce"] = self._all_reduce
             if options.shared_parts:
@@ -120,12 +138,14 @@ class SharedMemoryGroup:
         link.waits.ended_ranks = lambda: [
             rank for rank, (one, _) in zip(layout.local, local, strict=True) if own.has_ended(one)
         ]
-        self._memory = own
+        self._memory, self.layout = own, layout
         self.queue = queue = StepQueue(link, own, layout, pages, self._piece_bytes)
         link.waits.is_closed_elsewhere, link.waits.sees_every_rank = queue.is_closed_elsewhere, len(layout.nodes) == 1
         control_pages().leave_with(queue, layout.local_rank, pages)
-        if len(layout.nodes) > 1:
-            self.hierarchy = Hierarchy(layout, own, queue, link)
+        self.links = [
+            SliceLink(wire, layout.owners(index), layout.rank, link.waits)
+            for index, wire in zip(layout.own_slices, queue.links_of_callers, strict=False)
+        ]
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._memory.allocate(numel, dtype)
@@ -159,36 +179,50 @@ class SharedMemoryGroup:
             made = self._makers[what](*tensors, kind, source)
             if made is None:
                 return None
-            steps, is_lasting = tuple(made[0]), made[1]
+            steps, is_lasting = made
             if is_lasting:
                 if len(self._kept) >= _MOST_KEPT:
                     self._kept.pop(next(iter(self._kept)), None)
                 self._kept[tuple(key)] = steps
         return queue.work(queue.launch(steps, tensors))
 
-    def _all_reduce(self, tensor: Tensor, kind: Any, source: int | None) -> tuple[Iterable[Step], bool] | None:
-        """The steps of a collective, and whether all its tensors lie in shared memory, so that steps can be cached."""
+    def sum_ranges(self, flat: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> HierarchicalReduction:
+        """Begin to sum ``flat`` over the ranks of each node; the caller exchanges the sums by :attr:`links`.
+
+        All ranks of the group must call it together, where there are links. torch has no such collective; compressors
+        use it, for which each node is one rank.
+
+        ``flat`` is 1-D and contiguous, of the same size and floating dtype on all ranks; it is changed in place until
+        the reduction is over. ``ranges`` has for each slice the begin and end of its ranges of elements, in ascending
+        order. Ranges are disjoint, and the same on all ranks.
+        """
+        assert self.queue is not None
+        is_shared = self._is_shared(flat)
+        local = self._memory.view_of(flat) if is_shared else flat.detach()
+        step = NodeSumStep(local, ranges, self.layout, is_shared=is_shared)
+        return HierarchicalReduction(self.queue, self._link.waits, flat, step)
+
+    def _all_reduce(self, tensor: Tensor, kind: Any, source: int | None) -> Made:
         if not self._admits(tensor, kind):
             return None
         is_shared = self._is_shared(tensor)
         (flat,) = self._elements(is_shared, tensor)
-        return all_reduce_steps(flat, kind, self._piece_bytes, self._levels, source, is_shared=is_shared), is_shared
+        make = partial(TwoLevelAllReduceStep, source=source) if self.links else AllReduceStep
+        parts = pieces(self._piece_bytes, flat)
+        return [make(part, kind, self.layout, is_shared=is_shared) for (part,) in parts], is_shared
 
-    def _reduce_scatter(
-        self, output: Tensor, tensor: Tensor, kind: Any, _source: None
-    ) -> tuple[Iterable[Step], bool] | None:
+    def _reduce_scatter(self, output: Tensor, tensor: Tensor, kind: Any, _source: None) -> Made:
         if not self._admits(tensor, kind) or not self._sizes_match(output, tensor):
             return None
         tensor = self._without_overlap(tensor, output, tensor)
         is_shared = self._is_shared(tensor)
         is_lasting = is_shared and self._is_shared(output)
         part, flat = self._elements(is_lasting, output, tensor)
-        rows = flat.view(self._link.size, -1)
-        return reduce_scatter_steps(part, rows, kind, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
+        make = TwoLevelReduceScatterStep if self.links else ReduceScatterStep
+        parts = pieces(self._piece_bytes, flat.view(self._link.size, -1), part)
+        return [make(result, rows, kind, self.layout, is_shared=is_shared) for rows, result in parts], is_lasting
 
-    def _all_gather(
-        self, output: Tensor, tensor: Tensor, _kind: None, _source: None
-    ) -> tuple[Iterable[Step], bool] | None:
+    def _all_gather(self, output: Tensor, tensor: Tensor, _kind: None, _source: None) -> Made:
         if output.nbytes < _GATHERED_PART * self._smallest_bytes:
             return None
         if not self._admits(output, None) or not self._sizes_match(tensor, output):
@@ -196,8 +230,10 @@ class SharedMemoryGroup:
         tensor = self._without_overlap(tensor, tensor, output)
         is_lasting = self._is_shared(tensor) and self._is_shared(output)
         flat, share = self._elements(is_lasting, output, tensor)
-        rows, is_shared = flat.view(self._link.size, -1), self._is_shared(tensor if self._levels is None else output)
-        return all_gather_steps(rows, share, self._piece_bytes, self._levels, is_shared=is_shared), is_lasting
+        make = TwoLevelAllGatherStep if self.links else AllGatherStep
+        is_shared = self._is_shared(output if self.links else tensor)
+        parts = pieces(self._piece_bytes, flat.view(self._link.size, -1), share)
+        return [make(rows, part, self.layout, is_shared=is_shared) for rows, part in parts], is_lasting
 
     def _is_shared(self, tensor: Tensor) -> bool:
         return self._memory.position(tensor) >= 0

@@ -7,6 +7,16 @@
 A step is one piece of a collective. Pieces are the same on every rank, whether its tensor is in shared memory or has to
 be copied there. A step may run many times: the views of its own and of the other ranks' memory are made once, and again
 only if a rank publishes another place.
+
+The nodes of a group, and the slices of each rank:
+
+    node 0: ranks 0, 1      |= slice 0, rank 0 =|= slice 1, rank 1 =|
+                                   ║                    ║              between the nodes
+    node 1: rank 2          |= slice 0, rank 2 =|= slice 1, rank 2 =|
+
+Each slice has one owner on every node, which sums it over the ranks of the node. The owners of a slice then sum it over
+the nodes (``two_level_steps.py``). There are as many slices as the largest node has ranks, so that the links of all of
+its ranks are used.
 """
 
 from __future__ import annotations
@@ -14,7 +24,9 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +67,78 @@ def describe_record(numel: int, code: int) -> str:
     return f"{numel} x {str(_DTYPES[dtype]).removeprefix('torch.')} ({what})"
 
 
+@dataclass(frozen=True)
+class NodeLayout:
+    """The nodes of one group, seen from one of its ranks."""
+
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each node, in order; the nodes in the order of their first ranks
+    rank: int  # this rank in the group
+
+    @classmethod
+    def of(cls, names: Sequence[Hashable], rank: int) -> NodeLayout:
+        """The layout of ranks whose nodes have these ``names``, by rank."""
+        ranks: dict[Hashable, list[int]] = {}
+        for other, name in enumerate(names):
+            ranks.setdefault(name, []).append(other)
+        return cls(tuple(map(tuple, ranks.values())), rank)
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        return next(node for node in self.nodes if self.rank in node)
+
+    @cached_property
+    def local_rank(self) -> int:
+        return self.local.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.nodes))
+
+    @property
+    def elsewhere(self) -> list[int]:
+        return sorted(rank for node in self.nodes for rank in node if self.rank not in node)
+
+    @cached_property
+    def slices(self) -> int:
+        """The most ranks of a node."""
+        return max(map(len, self.nodes))
+
+    def owners(self, index: int) -> tuple[int, ...]:
+        return tuple(node[index * len(node) // self.slices] for node in self.nodes)
+
+    @cached_property
+    def own_slices(self) -> range:
+        own = [index for index in range(self.slices) if self.rank in self.owners(index)]
+        return range(own[0], own[-1] + 1)
+
+    def _targets(self, index: int) -> list[int | None]:
+        """By node, the rank elsewhere that owns a slice, if it is that rank's first; messages for one rank use that."""
+        before = self.owners(index - 1) if index else (-1,) * len(self.nodes)
+        both = zip(self.owners(index), before, strict=True)
+        return [None if owner in (other, self.rank) else owner for owner, other in both]
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """The ranks of other nodes with which this rank exchanges messages that are for it, in the order of slices."""
+        return [rank for index in self.own_slices for rank in self._targets(index) if rank is not None]
+
+    def routes(self) -> list[tuple[list[int], list[int]]]:
+        """For each slice of this rank and each node, the number of messages: for or from this rank, and for peers."""
+        return [
+            (
+                [int(index == self.own_slices.start and owner != self.rank) for owner in self.owners(index)],
+                [int(rank is not None) for rank in self._targets(index)],
+            )
+            for index in self.own_slices
+        ]
+
+    def bounds(self, numel: int, itemsize: int) -> list[int]:
+        """The ``slices + 1`` bounds of the slices of ``numel`` elements, at whole cache lines."""
+        line = _LINE_BYTES // itemsize
+        lines = -(-numel // line)
+        return [min(lines * index // self.slices * line, numel) for index in range(self.slices + 1)]
+
+
 class Region(NamedTuple):
     """The place of the tensor that one rank has published for a step."""
 
@@ -89,9 +173,10 @@ class Step(ABC):
 
     name: int
 
-    def __init__(self, local: Tensor, kind: Any, *, is_shared: bool) -> None:
+    def __init__(self, local: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
         self.local = local
         self.kind = kind
+        self.layout = layout
         # The tensor that other ranks access; None before :meth:`stage` if ``local`` is not in shared memory.
         self.shared = local if is_shared else None
         # The collective, its kind and dtype: the same on every rank.
@@ -104,28 +189,39 @@ class Step(ABC):
 
     @property
     def stride(self) -> int:
-        """The elements from one row of ``shared`` to the next."""
-        return 0
+        """The elements from one row of ``shared`` to the next; 0 if it has no rows."""
+        return self.shared.stride(0) if self.shared is not None and self.shared.dim() > 1 else 0
 
     @abstractmethod
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+    def stage(self, memory: Tensor) -> None:
         """Copy the parts that other ranks access to ``memory``, shared bytes, and set ``shared`` to it."""
 
-    def prepare(self, regions: Sequence[Region], rank: int) -> None:
-        """Make views of the published tensors, for all runs until a rank publishes another place."""
-        self._views = list(self._cut(regions, rank)) if self.local.numel() else []
+    def prepare(self, regions: Sequence[Region]) -> None:
+        """Make views of the tensors that the ranks of the node have published, until one publishes another place."""
+        self._views = list(self._cut(regions)) if self.local.numel() else []
 
     @abstractmethod
     def act(self, scratch: Scratch) -> None:
         """Do this rank's part, after all ranks have published; no rank changes a tensor before all have acted."""
 
-    @abstractmethod
-    def finish(self, rank: int, size: int) -> None:
+    def finish(self) -> None:
         """Copy the result to the user's tensor, after all ranks have acted."""
+        if self.shared is not None and self.shared is not self.local:
+            for part in self._written_by_others():
+                self.local[part].copy_(self.shared[part])
+
+    def _written_by_others(self) -> Iterable[slice]:
+        """The parts of ``shared`` into which other ranks write; by default none."""
+        return ()
 
     @abstractmethod
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
         """Views of the memory that this rank works on, in parts that stay in the cache."""
+
+    def _of_others(self, regions: Sequence[Region], start: int, count: int, row: int = 0) -> list[Tensor]:
+        """Views of these elements of the tensors of the other ranks of the node."""
+        others = [region for rank, region in enumerate(regions) if rank != self.layout.local_rank]
+        return [region.view(self.local.dtype, row * region.stride + start, count) for region in others]
 
 
 class AllReduceStep(Step):
@@ -133,34 +229,25 @@ class AllReduceStep(Step):
 
     name = 0
 
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+    def stage(self, memory: Tensor) -> None:
         local = self.local
         self.shared = memory[: local.nbytes].view(local.dtype)
-        for part in self._parts_of_others(rank, size):
+        for part in self._written_by_others():
             self.shared[part].copy_(local[part])
 
-    def finish(self, rank: int, size: int) -> None:
-        if self.shared is not None and self.shared is not self.local:
-            for part in self._parts_of_others(rank, size):
-                self.local[part].copy_(self.shared[part])
+    def _written_by_others(self) -> Iterable[slice]:
+        start, stop = self._own_part()
+        return [slice(*part) for part in ((0, start), (stop, self.local.numel())) if part[0] < part[1]]
 
-    def _parts_of_others(self, rank: int, size: int) -> list[slice]:
-        own = self._own_part(rank, size)
-        return [part for part in (slice(0, own.start), slice(own.stop, self.local.numel())) if part.start < part.stop]
+    def _own_part(self) -> tuple[int, int]:
+        """The begin and end of the elements that this rank sums."""
+        bounds, own = self.layout.bounds(self.local.numel(), self.local.itemsize), self.layout.own_slices
+        return bounds[own.start], bounds[own.stop]
 
-    def _own_part(self, rank: int, size: int) -> slice:
-        """The elements that this rank sums: whole cache lines."""
-        line = _LINE_BYTES // self.local.itemsize
-        lines = -(-self.local.numel() // line)
-        low, high = lines * rank // size, lines * (rank + 1) // size
-        return slice(low * line, min(high * line, self.local.numel()))
-
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        part, dtype = self._own_part(rank, len(regions)), self.local.dtype
-        count = part.stop - part.start
-        if count > 0:
-            others = [region.view(dtype, part.start, count) for i, region in enumerate(regions) if i != rank]
-            yield from columns(self.local[part], *others)
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
+        start, stop = self._own_part()
+        if start < stop:
+            yield from columns(self.local[start:stop], *self._of_others(regions, start, stop - start))
 
     def act(self, scratch: Scratch) -> None:
         for own, *others in self._views:
@@ -169,19 +256,7 @@ class AllReduceStep(Step):
                 other.copy_(own)
 
 
-class RowsStep(Step):
-    """A step in which the ranks publish rows: ``local`` is (size x columns), each row contiguous."""
-
-    @property
-    def stride(self) -> int:
-        return 0 if self.shared is None else self.shared.stride(0)
-
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        rows = self.local
-        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
-
-
-class ReduceScatterStep(RowsStep):
+class ReduceScatterStep(Step):
     """A sum of ``rows`` (size x columns, each row contiguous) over the ranks; each rank gets its own row.
 
     It is written to ``result``, 1-D, which may be that row of ``rows``.
@@ -189,24 +264,19 @@ class ReduceScatterStep(RowsStep):
 
     name = 1
 
-    def __init__(self, result: Tensor, rows: Tensor, kind: Any, *, is_shared: bool) -> None:
-        super().__init__(rows, kind, is_shared=is_shared)
+    def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(rows, kind, layout, is_shared=is_shared)
         self._result = result
 
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        super().stage(memory, rank, size)
-        assert self.shared is not None
-        for part in (slice(0, rank), slice(rank + 1, size)):
-            self.shared[part].copy_(self.local[part])
+    def stage(self, memory: Tensor) -> None:
+        rows, rank = self.local, self.layout.rank
+        self.shared = memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+        for part in (slice(0, rank), slice(rank + 1, len(rows))):
+            self.shared[part].copy_(rows[part])
 
-    def finish(self, rank: int, size: int) -> None:
-        """Nothing: the result is where it belongs."""
-
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        own, result = self.local[rank], self._result
-        count, dtype = own.numel(), own.dtype
-        others = [region.view(dtype, rank * region.stride, count) for i, region in enumerate(regions) if i != rank]
-        return columns(result, own, *others)
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
+        own = self.local[self.layout.rank]
+        return columns(self._result, own, *self._of_others(regions, 0, own.numel(), self.layout.rank))
 
     def act(self, scratch: Scratch) -> None:
         for result, own, *others in self._views:
@@ -221,21 +291,18 @@ class AllGatherStep(Step):
 
     name = 2
 
-    def __init__(self, rows: Tensor, share: Tensor, *, is_shared: bool) -> None:
-        super().__init__(share, _Kind.SUM, is_shared=is_shared)
+    def __init__(self, rows: Tensor, share: Tensor, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(share, _Kind.SUM, layout, is_shared=is_shared)
         self._rows = rows
 
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
+    def stage(self, memory: Tensor) -> None:
         share = self.local
         self.shared = memory[: share.nbytes].view(share.dtype).copy_(share)
 
-    def finish(self, rank: int, size: int) -> None:
-        """Nothing: the result is where it belongs."""
-
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
         share = self.local
         for other, (row, region) in enumerate(zip(self._rows, regions, strict=True)):
-            if other != rank:
+            if other != self.layout.rank:
                 yield row, region.view(share.dtype, 0, share.numel())
             elif row.data_ptr() != share.data_ptr():
                 yield row, share

@@ -26,15 +26,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
-from ppe_ddp.backends.shared_memory.shared_steps import Region, Scratch, Step, describe_record
-from ppe_ddp.backends.shared_memory.two_level_steps import Crossing, TwoLevelStep, WireMemory
+from ppe_ddp.backends.shared_memory.shared_steps import NodeLayout, Region, Scratch, Step, describe_record
+from ppe_ddp.backends.shared_memory.two_level_steps import Crossing, NodeSumStep, TwoLevelStep, WireMemory
 from ppe_ddp.backends.wire import Wire
-from ppe_ddp.backends.work import Waits, Work
+from ppe_ddp.backends.work import CallQueue, Waits, WireCall, Work, one_call
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import ProgressEngine
+from ppe_ddp.waiting import InFlight, ProgressEngine
+
+_Kind: Any = ReduceOp.RedOpType
 
 # The layout of a control page, in words of int64.
 _ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
@@ -104,16 +106,15 @@ class StepQueue:
         self._layout = layout
         own = layout.own_slices if len(layout.nodes) > 1 else range(0)
         self._links = [link.join(index, layout.owners(index)) for index in own]
-        # Further wires to the other nodes, one for each slice that this rank owns, for :class:`Hierarchy`. Its calls
-        # may come between the group's collectives in another order on each rank.
+        # Further wires to the other nodes, one for each slice that this rank owns, for :class:`SliceLink`. Its
+        # calls may come between the group's collectives in another order on each rank.
         self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
-        self._rank, self._size = layout.local_rank, len(layout.local)
         self._waits = link.waits
         self._progress = link.progress
         self._memory = memory
         self._spaces = [page.space for page in pages]
         self._controls = [page.words for page in pages]
-        self._own = self._controls[self._rank]
+        self._own = self._controls[layout.local_rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
         self._finished = 0  # the last step that is complete on all ranks, with its result copied back
@@ -276,7 +277,7 @@ class StepQueue:
             stage = self._free_stage(launched)
             if stage is None:
                 return False
-            step.stage(stage, self._rank, self._size)
+            step.stage(stage)
         if step.record is None:
             assert step.shared is not None
             position = self._memory.position(step.shared)
@@ -316,7 +317,7 @@ class StepQueue:
                     raise CommunicationError(launched.error)
                 return
             regions = [Region(space, *one[:2]) for space, one in zip(self._spaces, records, strict=True)]
-            step.prepare(regions, self._rank)
+            step.prepare(regions)
             step.records = records
         if isinstance(step, TwoLevelStep):
             launched.crossing = step.cross(self._links, self._wires)
@@ -354,7 +355,7 @@ class StepQueue:
         """Copy the result of a step that is complete on all ranks to the user's tensor."""
         if launched.is_staged and not launched.error:
             self._progress.fence()
-            launched.step.finish(self._rank, self._size)
+            launched.step.finish()
         self._finished = launched.number
         if launched.at_end is not None:
             launched.at_end()
@@ -363,3 +364,59 @@ class StepQueue:
         named = zip(self._layout.local, records, strict=True)
         each = ", ".join(f"rank {rank} {describe_record(*record[2:])}" for rank, record in named)
         return f"{self._waits.place}: the ranks have brought different tensors to one collective: {each}"
+
+
+class HierarchicalReduction:
+    """One reduction of ``flat`` in flight; ``summed`` is the Work of its first part."""
+
+    def __init__(self, queue: StepQueue, waits: Waits, flat: Tensor, step: NodeSumStep) -> None:
+        self._queue = queue
+        self._waits = waits
+        self._step = step
+        (self._launched,) = queue.launch([step], flat)
+        self.summed = Work(
+            step.title,
+            waits,
+            lambda: step.sums is not None or queue.has_ended([self._launched]),
+            absent=partial(queue.absent, self._launched),
+        )
+
+    @property
+    def sums(self) -> list[Tensor]:
+        """For each slice of this rank, the sums of its ranges, 1-D, to be changed in place; available once summed."""
+        assert self._step.sums is not None
+        return self._step.sums
+
+    def deliver(self) -> Work:
+        """Begin to copy the current sums to all ranks of the node; returns the Work."""
+        self._step.is_over_nodes = True
+        self._waits.progress()
+        return self._queue.work([self._launched])
+
+
+class SliceLink:
+    """Messages between the owners of a slice, each of which is on another node.
+
+    ``ranks`` are the owners' ranks in the group, and ``rank`` is this one's.
+    """
+
+    def __init__(self, wire: Wire, ranks: Sequence[int], rank: int, waits: Waits) -> None:
+        self._wire = wire
+        self._waits = waits
+        self._calls = CallQueue(waits, at_once=True)
+        self._elsewhere = [other for other in ranks if other != rank]
+        self.size = len(ranks)  # the number of owners, and so of nodes
+        self.rank = ranks.index(rank)  # this rank's index among the owners
+
+    def all_reduce(self, flat: Tensor) -> Work:
+        """Sum ``flat`` (1-D, contiguous, float32 or float64) over the owners, in place."""
+        return self._begin("all_reduce", partial(self._wire.all_reduce, flat, _Kind.SUM))
+
+    def all_to_all(self, output: Tensor, flat: Tensor, receiving: Sequence[int], sending: Sequence[int]) -> Work:
+        return self._begin("all_to_all", partial(self._wire.all_to_all, output, flat, receiving, sending))
+
+    def _begin(self, what: str, start: Callable[[], InFlight]) -> Work:
+        self._waits.check(what)
+        call = WireCall(f"{what} between nodes", self._waits, one_call(start), is_queued=True)
+        self._calls.begin(call)
+        return Work(call.what, self._waits, call.poll, absent=lambda: self._elsewhere)

@@ -25,26 +25,24 @@ would otherwise change gradients.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.backends.shared_memory.node_layout import NodeLayout
 from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
+    NodeLayout,
     ReduceScatterStep,
     Region,
-    RowsStep,
     Scratch,
     Step,
     columns,
     divide,
-    pieces,
     sum_up,
 )
 from ppe_ddp.backends.wire import Wire
@@ -87,7 +85,7 @@ class WireMemory:
 class Sent(NamedTuple):
     """The messages in flight between nodes for one of this rank's slices."""
 
-    views: tuple[Tensor, ...]  # the memory for the result
+    views: Sequence[tuple[Tensor, ...]]  # the memory for the result: of each range, on all ranks of the node
     wires: tuple[Tensor, ...]  # the memory of the messages; the first is that of received data
     under_way: InFlight
 
@@ -124,6 +122,21 @@ class TwoLevelStep(Step):
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
         """Copy the received results to the ranks of the node."""
 
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        return WIRE.get(self.local.dtype, self.local.dtype)
+
+    def _exchange_rows(
+        self, link: Wire, memory: WireMemory, write: Callable[[Tensor], object], counts: Sequence[list[int]]
+    ) -> Sent:
+        """Begin to exchange rows of ``local``; ``counts`` has the numbers that are received and sent, by node."""
+        width = self.local.shape[1]
+        come, wire = (memory.take(width * sum(count), self._wire_dtype) for count in counts)
+        for row in wire.view(-1, width):
+            write(row)
+        receiving, sending = ([width * n for n in count] for count in counts)
+        return Sent((), (come, wire), link.all_to_all(come, wire, receiving, sending))
+
 
 class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     """A sum over the ranks of several nodes, in place.
@@ -135,158 +148,51 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
     def __init__(
         self, local: Tensor, kind: Any, layout: NodeLayout, source: int | None = None, *, is_shared: bool
     ) -> None:
-        super().__init__(local, kind, is_shared=is_shared)
-        self._layout = layout
+        super().__init__(local, kind, layout, is_shared=is_shared)
         self._source = source
-        self._size = sum(map(len, layout.nodes))
+
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        """For each slice of this rank, the begin and end of its ranges of elements, which are not empty."""
+        bounds = list(pairwise(self.layout.bounds(self.local.numel(), self.local.itemsize)))
+        return [[bounds[i]] if bounds[i][0] < bounds[i][1] else [] for i in self.layout.own_slices]
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        sent = []
-        has_some = self._source is None or self._layout.nodes[self._source] == self._layout.local
-        for views, link in zip(self._views, links, strict=False):
-            own = views[0]
-            if not own.numel():  # on all nodes
-                continue
-            wire = memory.take(own.numel(), WIRE.get(own.dtype, own.dtype))
-            if has_some:
-                _sum_over_node(wire, views, self.kind)
-            if self._source is not None:
-                under_way = link.broadcast(wire, self._source)
-            else:
-                under_way = link.all_reduce(wire, _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM)
-            sent.append(Sent(views, (wire,), under_way))
+        sent, views = [], iter(self._views)
+        has_some = self._source is None or self.layout.nodes[self._source] == self.layout.local
+        for ranges, link in zip(self._ranges(), links, strict=True):
+            own = tuple(islice(views, len(ranges)))
+            wire = memory.take(sum(one[0].numel() for one in own), self._wire_dtype)
+            for total, one in _parts(wire, own) if has_some else ():
+                _sum_over_node(total, one, self.kind)
+            under_way = self._exchange(link, wire)
+            if under_way is not None:
+                sent.append(Sent(own, (wire,), under_way))
         return Crossing(sent)
 
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        for views, (wire,), _ in crossing.sent:
-            divide(wire, self.kind, self._size)
-            _spread(wire, views)
-        crossing.give_back(memory)
-
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """For each slice of this rank: its own part and those of the other ranks of the node; empty if that is."""
-        local, dtype = self.local, self.local.dtype
-        bounds = self._layout.bounds(local.numel(), local.itemsize)
-        for index in self._layout.own_slices:
-            start, stop = bounds[index], bounds[index + 1]
-            others = [i for i in range(len(regions)) if i != rank and start < stop]
-            yield local[start:stop], *[regions[i].view(dtype, start, stop - start) for i in others]
-
-    def _own_part(self, rank: int, size: int) -> slice:
-        bounds, own = self._layout.bounds(self.local.numel(), self.local.itemsize), self._layout.own_slices
-        return slice(bounds[own.start], bounds[own.stop])
-
-
-class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
-    """A sum of rows over the ranks of several nodes; each rank gets its own row.
-
-    A row is sent by the link of the first slice that its rank owns. Arguments are those of :class:`ReduceScatterStep`.
-    """
-
-    def __init__(self, result: Tensor, rows: Tensor, kind: Any, layout: NodeLayout, *, is_shared: bool) -> None:
-        super().__init__(result, rows, kind, is_shared=is_shared)
-        self._layout = layout
-        self._targets = [layout.targets(index) for index in layout.own_slices]
-
-    def stage(self, memory: Tensor, rank: int, size: int) -> None:
-        super().stage(memory, self._layout.rank, len(self.local))
-
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        if not self._views:
-            return Crossing([])
-        dtype = WIRE.get(self.local.dtype, self.local.dtype)
-        width, views = self.local.shape[1], iter(self._views)
-        own = memory.take(width, dtype)
-        _sum_over_node(own, next(views), self.kind)
-        sent = []
-        for count, (link, targets) in enumerate(zip(links, self._targets, strict=True)):
-            owners = self._layout.owners(self._layout.own_slices[count])
-            sending = [int(target is not None and target != self._layout.rank) for target in targets]
-            receiving = [int(count == 0 and owner != self._layout.rank) for owner in owners]
-            wire, come = memory.take(width * sum(sending), dtype), memory.take(width * sum(receiving), dtype)
-            for part in wire.view(-1, width) if any(sending) else ():
-                _sum_over_node(part, next(views), self.kind)
-            under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
-            sent.append(Sent((), (come, wire), under_way))
-        return Crossing(sent, own)
+    def _exchange(self, link: Wire, wire: Tensor) -> InFlight | None:
+        """Begin the exchange of a slice; None for one without elements, on all nodes."""
+        if not wire.numel():
+            return None
+        if self._source is not None:
+            return link.broadcast(wire, self._source)
+        return link.all_reduce(wire, _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM)
 
     def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        if crossing.own is None:
-            return
-        rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
-        rows.insert(self._layout.nodes.index(self._layout.local), crossing.own)
-        total, *others = rows
-        for one in others:
-            (torch.maximum if self.kind == _Kind.MAX else torch.add)(total, one, out=total)
-        divide(total, self.kind, len(self.local))
-        self._result.copy_(total)
+        for own, (wire,), _ in crossing.sent:
+            divide(wire, self.kind, self.layout.size)
+            for total, views in _parts(wire, own):
+                for source, *targets in columns(total, *views):
+                    for target in targets:
+                        target.copy_(source)
         crossing.give_back(memory)
 
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """For this rank's row, and each row that it sends: its own part and those of the other ranks of the node."""
-        count, dtype = self.local.shape[1], self.local.dtype
-        sent = [target for targets in self._targets for target in targets if target not in (None, self._layout.rank)]
-        for row in (self._layout.rank, *sent):
-            others = [region for i, region in enumerate(regions) if i != rank]
-            yield self.local[row], *[region.view(dtype, row * region.stride, count) for region in others]
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
+        """For each range of this rank: its own part and those of the other ranks of the node."""
+        for start, stop in chain.from_iterable(self._ranges()):
+            yield self.local[start:stop], *self._of_others(regions, start, stop - start)
 
 
-class TwoLevelAllGatherStep(RowsStep, TwoLevelStep):
-    """An all-gather over the ranks of several nodes.
-
-    A rank publishes the rows of its output, into which the other ranks of its node write. A share is sent by the link
-    of the first slice that its rank owns. Arguments are those of :class:`AllGatherStep`; ``is_shared`` tells of
-    ``rows``, not of ``share``.
-    """
-
-    name = AllGatherStep.name
-
-    def __init__(self, rows: Tensor, share: Tensor, layout: NodeLayout, *, is_shared: bool) -> None:
-        super().__init__(rows, _Kind.SUM, is_shared=is_shared)
-        self._share = share
-        self._layout = layout
-
-    def finish(self, rank: int, size: int) -> None:
-        if self.shared is not None and self.shared is not self.local:
-            self.local.copy_(self.shared)
-
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        if not self._views:
-            return Crossing([])
-        layout, width = self._layout, self._share.numel()
-        self._write(layout.rank, self._share)
-        sent = []
-        for count, (index, link) in enumerate(zip(layout.own_slices, links, strict=True)):
-            receiving = [int(target is not None and target != layout.rank) for target in layout.targets(index)]
-            sending = [int(count == 0 and owner != layout.rank) for owner in layout.owners(index)]
-            come = memory.take(width * sum(receiving), self._share.dtype)
-            wire = memory.take(width * sum(sending), self._share.dtype)
-            wire.view(-1, width).copy_(self._share.expand(sum(sending), width))
-            under_way = link.all_to_all(come, wire, [width * n for n in receiving], [width * n for n in sending])
-            sent.append(Sent((), (come, wire), under_way))
-        return Crossing(sent)
-
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        for index, (_, (come, _), _) in zip(self._layout.own_slices, crossing.sent, strict=False):
-            targets = [one for one in self._layout.targets(index) if one not in (None, self._layout.rank)]
-            for target, part in zip(targets, come.split(self._share.numel()) if targets else (), strict=True):
-                assert target is not None
-                self._write(target, part)
-        crossing.give_back(memory)
-
-    def _write(self, row: int, source: Tensor) -> None:
-        for target in self._views[row]:
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
-
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """For each row: its views on all ranks of the node."""
-        width, dtype = self.local.shape[1], self.local.dtype
-        for row in range(len(self.local)):
-            yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
-
-
-class NodeSumStep(AllReduceStep, TwoLevelStep):
+class NodeSumStep(TwoLevelAllReduceStep):
     """A sum over the ranks of a node in ranges of the caller's, which does the exchange between the nodes itself.
 
     A compressor uses it:
@@ -306,9 +212,8 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
     def __init__(
         self, local: Tensor, ranges: Sequence[Sequence[tuple[int, int]]], layout: NodeLayout, *, is_shared: bool
     ) -> None:
-        super().__init__(local, _Kind.SUM, is_shared=is_shared)
-        self._ranges = ranges
-        self._own = layout.own_slices
+        super().__init__(local, _Kind.SUM, layout, is_shared=is_shared)
+        self._all_ranges = ranges
         # For each slice of this rank, the sums of its ranges, half precision in float32; None before they are summed.
         self.sums: list[Tensor] | None = None
         self.is_over_nodes = False  # whether the caller has replaced the sums by the results
@@ -320,82 +225,108 @@ class NodeSumStep(AllReduceStep, TwoLevelStep):
         """Do nothing: the caller advances it."""
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
-        sums, views = [], iter(self._views)
-        dtype = WIRE.get(self.local.dtype, self.local.dtype)
-        for index in self._own:
-            sizes = [stop - start for start, stop in self._ranges[index]]
-            total = memory.take(sum(sizes), dtype)
-            for part in total.split(sizes) if sizes else ():
-                _sum_over_node(part, next(views), self.kind)
-            sums.append(total)
-        self.sums = sums
-        return Crossing([Sent((), tuple(sums), self)])
+        crossing = super().cross(links, memory)
+        self.sums = [wire for _, (wire,), _ in crossing.sent]
+        return crossing
 
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
-        assert self.sums is not None
-        views = iter(self._views)
-        for index, total in zip(self._own, self.sums, strict=True):
-            sizes = [stop - start for start, stop in self._ranges[index]]
-            for part in total.split(sizes) if sizes else ():
-                _spread(part, next(views))
-        crossing.give_back(memory)
+    def _exchange(self, link: Wire, wire: Tensor) -> InFlight:
+        return self
 
-    def _cut(self, regions: Sequence[Region], rank: int) -> Iterator[tuple[Tensor, ...]]:
-        """For each range of this rank: its own part and those of the other ranks of the node."""
-        others = [region for i, region in enumerate(regions) if i != rank]
-        for start, stop in chain.from_iterable(self._ranges[index] for index in self._own):
-            theirs = [region.view(self.local.dtype, start, stop - start) for region in others]
-            yield self.local[start:stop], *theirs
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        return [[*self._all_ranges[index]] for index in self.layout.own_slices]
 
-    def _parts_of_others(self, rank: int, size: int) -> list[slice]:
-        others = [ranges for index, ranges in enumerate(self._ranges) if index not in self._own]
+    def _written_by_others(self) -> Iterable[slice]:
+        others = [ranges for index, ranges in enumerate(self._all_ranges) if index not in self.layout.own_slices]
         return [slice(*bounds) for ranges in others for bounds in ranges]
 
 
-def all_reduce_steps(
-    flat: Tensor,
-    kind: Any,
-    piece_bytes: int,
-    layout: NodeLayout | None = None,
-    source: int | None = None,
-    *,
-    is_shared: bool,
-) -> Iterator[Step]:
-    """The steps of an all-reduce of ``flat`` (1-D), in place; in two levels with a ``layout``.
+class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
+    """A sum of rows over the ranks of several nodes; each rank gets its own row.
 
-    ``source`` is the only node whose tensors are not zero, if that is known.
+    A row is sent by the link of the first slice that its rank owns. Arguments are those of :class:`ReduceScatterStep`.
     """
-    for (piece,) in pieces(piece_bytes, flat):
-        if layout is None:
-            yield AllReduceStep(piece, kind, is_shared=is_shared)
-        else:
-            yield TwoLevelAllReduceStep(piece, kind, layout, source, is_shared=is_shared)
+
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+        if not self._views:
+            return Crossing([])
+        views = iter(self._views)
+
+        def write(row: Tensor) -> None:
+            _sum_over_node(row, next(views), self.kind)
+
+        own = memory.take(self.local.shape[1], self._wire_dtype)
+        write(own)
+        routes = zip(links, self.layout.routes(), strict=True)
+        return Crossing([self._exchange_rows(link, memory, write, route) for link, route in routes], own)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        if crossing.own is None:
+            return
+        rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
+        rows.insert(self.layout.nodes.index(self.layout.local), crossing.own)
+        sum_up(rows[0], rows[0], rows[1:], self.kind)
+        divide(rows[0], self.kind, len(self.local))
+        self._result.copy_(rows[0])
+        crossing.give_back(memory)
+
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
+        """For this rank's row, and each row that it sends: its own part and those of the other ranks of the node."""
+        for row in (self.layout.rank, *self.layout.peers):
+            yield self.local[row], *self._of_others(regions, 0, self.local.shape[1], row)
 
 
-def reduce_scatter_steps(
-    result: Tensor, rows: Tensor, kind: Any, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
-) -> Iterator[Step]:
-    """The steps of a reduce-scatter of ``rows`` (size x width) into ``result`` (width)."""
-    for piece, part in pieces(piece_bytes, rows, result):
-        if layout is None:
-            yield ReduceScatterStep(part, piece, kind, is_shared=is_shared)
-        else:
-            yield TwoLevelReduceScatterStep(part, piece, kind, layout, is_shared=is_shared)
+class TwoLevelAllGatherStep(TwoLevelStep):
+    """An all-gather over the ranks of several nodes.
 
-
-def all_gather_steps(
-    rows: Tensor, share: Tensor, piece_bytes: int, layout: NodeLayout | None = None, *, is_shared: bool
-) -> Iterator[Step]:
-    """The steps of an all-gather of ``share`` (width) into ``rows`` (size x width).
-
-    ``is_shared`` tells whether the tensor that other ranks access is in shared memory: ``rows`` in two levels, else
-    ``share``.
+    A rank publishes the rows of its output, into which the other ranks of its node write. A share is sent by the link
+    of the first slice that its rank owns. Arguments are those of :class:`AllGatherStep`; ``is_shared`` tells of
+    ``rows``, not of ``share``.
     """
-    for part, piece in pieces(piece_bytes, rows, share):
-        if layout is None:
-            yield AllGatherStep(part, piece, is_shared=is_shared)
-        else:
-            yield TwoLevelAllGatherStep(part, piece, layout, is_shared=is_shared)
+
+    name = AllGatherStep.name
+
+    def __init__(self, rows: Tensor, share: Tensor, layout: NodeLayout, *, is_shared: bool) -> None:
+        super().__init__(rows, _Kind.SUM, layout, is_shared=is_shared)
+        self._share = share
+
+    def stage(self, memory: Tensor) -> None:
+        self.shared = memory[: self.local.nbytes].view(self.local.dtype).view(self.local.shape)
+
+    def _written_by_others(self) -> Iterable[slice]:
+        return (slice(None),)
+
+    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+        if not self._views:
+            return Crossing([])
+        self._write(self.layout.rank, self._share)
+        routes = zip(links, self.layout.routes(), strict=True)
+        return Crossing(
+            [self._exchange_rows(link, memory, self._copy_share, (theirs, own)) for link, (own, theirs) in routes]
+        )
+
+    @property
+    def _wire_dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    def _copy_share(self, row: Tensor) -> None:
+        row.copy_(self._share)
+
+    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+        rows = [row for one in crossing.sent for row in one.wires[0].view(-1, self.local.shape[1])]
+        for rank, row in zip(self.layout.peers, rows, strict=bool(rows)):
+            self._write(rank, row)
+        crossing.give_back(memory)
+
+    def _write(self, row: int, source: Tensor) -> None:
+        for target in self._views[row]:
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+    def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
+        """For each row: its views on all ranks of the node."""
+        width, dtype = self.local.shape[1], self.local.dtype
+        for row in range(len(self.local)):
+            yield tuple(region.view(dtype, row * region.stride, width) for region in regions)
 
 
 def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
@@ -404,7 +335,6 @@ def _sum_over_node(wire: Tensor, views: Sequence[Tensor], kind: Any) -> None:
         sum_up(total, own, others, kind)
 
 
-def _spread(wire: Tensor, views: Sequence[Tensor]) -> None:
-    for source, *targets in columns(wire, *views):
-        for target in targets:
-            target.copy_(source)
+def _parts(wire: Tensor, own: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """The parts of ``wire`` for some ranges, each with the views of its range."""
+    return zip(wire.split([len(views[0]) for views in own]) if own else (), own, strict=True)
