@@ -29,6 +29,7 @@ from ppe_ddp.backends.group_internals import (
     start_coalescing,
 )
 from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
 _Own = TypeVar("_Own", bound=PythonGroup)
@@ -84,8 +85,14 @@ class DeviceRoutedGroup(PythonGroup):
         """By device type, the device of the first tensor; of types whose group connects at its first call."""
         return {kind: one for kind, one in self._devices.items() if self._made[kind] not in self._made_first}
 
-    def inner_groups(self) -> list[Any]:
-        """Those that were made until now."""
+    def take_out(self, is_wanted: Callable[[Any], bool]) -> list[Any]:
+        """Give up the inner groups that are wanted, and return them: they end with the last reference."""
+        taken = [group for group in self._inner_groups() if is_wanted(group)]
+        self._made = {kind: group for kind, group in self._made.items() if group not in taken}
+        self._made_first = self._made_first.difference(taken)
+        return taken
+
+    def _inner_groups(self) -> list[Any]:
         return [*dict.fromkeys(self._made.values())]
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
@@ -105,7 +112,7 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        for group in self.inner_groups():
+        for group in self._inner_groups():
             if not self._is_aborted or group in self._made_first:
                 group.shutdown()
 
@@ -119,7 +126,7 @@ class DeviceRoutedGroup(PythonGroup):
         """
         self._is_aborted = True
         is_alone = not any(one.devices_used() for one in _GROUPS if one is not self and not one._is_aborted)
-        for group in self.inner_groups():
+        for group in self._inner_groups():
             if group in self._made_first:
                 group.abort()
                 continue
@@ -131,7 +138,7 @@ class DeviceRoutedGroup(PythonGroup):
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Free the resources of the inner groups, and delete this rank's keys; see :class:`PythonGroup`."""
-        for group in self.inner_groups():  # those that exist on some ranks only exchange nothing
+        for group in self._inner_groups():  # those that exist on some ranks only exchange nothing
             if isinstance(group, PythonGroup):
                 group.release(exchange)
         self._keys.delete_all()
@@ -147,6 +154,8 @@ class DeviceRoutedGroup(PythonGroup):
 
     def _group(self, kind: str) -> Any:
         if kind not in self._made:
+            if self._is_aborted:
+                raise CommunicationError(f"rank {self.rank()}: the group {self._group_name!r} was given up")
             if kind not in self._makers:
                 known = ", ".join(self._types)
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")
