@@ -4,6 +4,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 import types
 from collections import deque
 from datetime import timedelta
@@ -242,8 +243,10 @@ def told_beside_gloo():
     model = DistributedDataParallel(torch.nn.Linear(3, 2), reduce_function=average)
     for _ in range(5):
         fails.append(True)
+        start = time.monotonic()
         with pytest.raises(ArithmeticError if dist.get_rank() == 1 else PeerAbortedError):
             model(torch.ones(1, 3)).sum().backward()
+        assert time.monotonic() - start < 4  # connections that are kept are closed after 5
         fails.clear()
         model.zero_grad()
         model(torch.ones(1, 3)).sum().backward()

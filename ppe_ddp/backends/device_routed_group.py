@@ -29,6 +29,7 @@ from ppe_ddp.backends.group_internals import (
     start_coalescing,
 )
 from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
 _Own = TypeVar("_Own", bound=PythonGroup)
@@ -74,7 +75,6 @@ class DeviceRoutedGroup(PythonGroup):
         super().__init__(rank, size, arguments, backend_name, tuple(device_types))
         self._makers = makers
         self._made: dict[str, Any] = dict(made)
-        self._made_first = frozenset(made.values())
         self._keys = keys
         self._devices: dict[str, device] = {}
         self._is_aborted = False
@@ -82,11 +82,12 @@ class DeviceRoutedGroup(PythonGroup):
 
     def devices_used(self) -> dict[str, device]:
         """By device type, the device of the first tensor; of types whose group connects at its first call."""
-        return {kind: one for kind, one in self._devices.items() if self._made[kind] not in self._made_first}
+        return {kind: one for kind, one in self._devices.items() if kind in self._makers}
 
-    def inner_groups(self) -> list[Any]:
-        """Those that were made until now."""
-        return [*dict.fromkeys(self._made.values())]
+    def take_out(self, is_wanted: Callable[[Any], bool]) -> list[Any]:
+        """Give up the inner groups that are wanted, and return them: they end with the last reference."""
+        kinds = [kind for kind, group in self._made.items() if is_wanted(group)]
+        return [*dict.fromkeys(map(self._made.pop, kinds))]  # one may serve several types
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:  # type: ignore[override]
         """A barrier in the group for the device that ``opts`` names."""
@@ -105,8 +106,8 @@ class DeviceRoutedGroup(PythonGroup):
         return backend_for(self._group(device.type), device)
 
     def shutdown(self) -> None:
-        for group in self.inner_groups():
-            if not self._is_aborted or group in self._made_first:
+        for kind, group in self._made.items():
+            if not self._is_aborted or kind not in self._makers:
                 group.shutdown()
 
     def abort(self) -> None:
@@ -119,8 +120,8 @@ class DeviceRoutedGroup(PythonGroup):
         """
         self._is_aborted = True
         is_alone = not any(one.devices_used() for one in _GROUPS if one is not self and not one._is_aborted)
-        for group in self.inner_groups():
-            if group in self._made_first:
+        for kind, group in self._made.items():
+            if kind not in self._makers:
                 group.abort()
                 continue
             timer = threading.Timer(0.0 if is_alone else _PAUSE_SECONDS, _abort, (group,))
@@ -131,7 +132,7 @@ class DeviceRoutedGroup(PythonGroup):
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Free the resources of the inner groups, and delete this rank's keys; see :class:`PythonGroup`."""
-        for group in self.inner_groups():  # those that exist on some ranks only exchange nothing
+        for group in self._made.values():  # those that exist on some ranks only exchange nothing
             if isinstance(group, PythonGroup):
                 group.release(exchange)
         self._keys.delete_all()
@@ -147,6 +148,8 @@ class DeviceRoutedGroup(PythonGroup):
 
     def _group(self, kind: str) -> Any:
         if kind not in self._made:
+            if self._is_aborted:
+                raise CommunicationError(f"rank {self.rank()}: the group {self._group_name!r} was given up")
             if kind not in self._makers:
                 known = ", ".join(self._types)
                 raise TypeError(f"rank {self.rank()}: the group {self._group_name!r} is for {known}, not for {kind}")

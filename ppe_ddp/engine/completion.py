@@ -251,7 +251,7 @@ class Turn:
         self._ahead: list[Turn] = []
         self._together: list[Turn] = []  # those of the sharers that every rank ends together with it
         self._claimed = b""
-        self._slot = self._digest = 0
+        self._digest = 0
         # Both sets have identities of parameters, and are common to all turns that end together.
         self.called: set[int] = set()  # parameters whose hooks of the user's were called
         self.averaged: set[int] = set()  # parameters whose averages are in ``.grad``
@@ -280,7 +280,8 @@ class Turn:
         """
         digests: dict[int, int] = {}
         for sharer in self._sharers:
-            digests[sharer._slot] = digests.get(sharer._slot, 0) ^ sharer._digest
+            slot = sharer._shared.slot
+            digests[slot] = digests.get(slot, 0) ^ sharer._digest
         slots = bytearray(SharedParameters.apart)
         for slot, digest in digests.items():
             slots[2 * slot : 2 * slot + 2] = digest, 255 - digest
@@ -308,7 +309,8 @@ class Turn:
         if is_weighed:
             self.check_weighed()
         own = self.apart
-        self._together = [other for other in self._sharers if apart[(k := 2 * other._slot) : k + 2] == own[k : k + 2]]
+        places = [(other, 2 * other._shared.slot) for other in self._sharers]
+        self._together = [other for other, k in places if apart[k : k + 2] == own[k : k + 2]]
         self._ahead = [other for other in self._before if other in self._together]
 
     def check_weighed(self) -> None:
@@ -348,7 +350,6 @@ class Turn:
         groups = self._shared.groups
         step = 1 if groups.is_closed else groups.step + 1
         name = groups.parent.group_name
-        self._slot = self._shared.slot
         self._digest = crc32(f"{name} {groups.number} {step}".encode()) & 0xFF
         self._before = [other for other in before if self._shares_with(other)]
         self._sharers = [*self._before, *(other for other in after if self._shares_with(other))]

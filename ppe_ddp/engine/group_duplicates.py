@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -233,12 +234,14 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
             keys.note(address_key_in_group(group.rank()))
             releases[group.group_name] = functools.partial(_delete, keys)
         del group
-    routed = [one for one in groups if isinstance(one, DeviceRoutedGroup)]
-    ending = [*groups, *(inner for one in routed for inner in one.inner_groups() if is_over_gloo(inner))]
-    routed.clear()
+    ending = [*groups, *itertools.chain.from_iterable(map(_taken_gloo, groups))]
     destroy(groups)
     close_given_up(ending)
     return releases
+
+
+def _taken_gloo(group: ProcessGroup) -> list[ProcessGroup]:
+    return group.take_out(is_over_gloo) if isinstance(group, DeviceRoutedGroup) else []
 
 
 def release_all(releases: dict[str, Release], exchange: Share) -> None:

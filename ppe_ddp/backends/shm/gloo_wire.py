@@ -229,14 +229,15 @@ _closings = each_process(_Closings)
 
 def _close(groups: list[ProcessGroup], is_exit: threading.Event) -> None:
     until = monotonic() + _COMPLETING_SECONDS
-    aborts = [abort_of_gloo(group) for group in groups if type(group) is ProcessGroup]  # groups in C++
-    alive = [weakref.ref(group) for group in groups]
+    in_cpp = [group for group in groups if type(group) is ProcessGroup]
+    aborts, alive = [*map(abort_of_gloo, in_cpp)], [*map(weakref.ref, in_cpp)]
+    in_cpp.clear()
     ending = threading.Thread(target=groups.clear, name=CLOSING_THREAD, daemon=True)
     ending.start()
     while ending.is_alive() and monotonic() < until and not is_exit.is_set():
         ending.join(_LOOK_SECONDS)
     # A group has not ended as long as something else refers to it, such as a traceback.
-    if aborts and any(group() is not None for group in alive):
+    if any(group() is not None for group in alive):
         is_exit.wait(max(0.0, until - monotonic()))
     for abort in aborts:
         abort()
