@@ -1,7 +1,4 @@
-"""init_process_group(): joins the other ranks, whichever launcher has started this process.
-
-It chooses backend and device, and makes the store at which ranks meet. The launchers are in ``launchers.py``.
-"""
+"""init_process_group(): joins the other ranks, whichever launcher has started this process (``launchers.py``)."""
 
 from __future__ import annotations
 
@@ -217,11 +214,7 @@ def _end_with_launcher(launcher: int, rank: int) -> None:
 
 
 def _shorten_reports(rank: int) -> None:
-    """Print full tracebacks on one rank only.
-
-    After a Ctrl-C rank 0 prints its traceback, and each other rank a line. An error that another rank has caused is
-    printed as its message, with the line of the user's code that has raised it.
-    """
+    """Print a line after a Ctrl-C on ranks but 0, and for another rank's error its message and the user's line."""
     report, heard = sys.excepthook, threading.Event()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         atexit.register(_exit_after_the_cause, heard)  # registered first, so it runs last
@@ -264,7 +257,7 @@ def _uninterrupted() -> Iterator[None]:
 def _exit_after_the_cause(heard: threading.Event) -> None:
     """Let the rank that has failed exit before this one, if this one has only ``heard`` of the failure.
 
-    torchrun reports the first rank that exits as the root cause. It ends the others, and so this wait.
+    torchrun reports the first rank that exits, and ends the others, and so this wait.
     """
     if heard.is_set():
         with contextlib.suppress(KeyboardInterrupt):  # which torchrun sends to all of them after a Ctrl-C
@@ -313,10 +306,8 @@ def _job_of_caller() -> Job:
 
 
 def _describe(job: Job, note: str) -> str:
-    if job.launcher == "alone":
-        ranks = "1 rank, a lone process"
-    else:
-        ranks = f"{job.world_size} rank{'s' if job.world_size != 1 else ''} by {job.launcher}"
+    ranks = f"{job.world_size} rank{'s' if job.world_size != 1 else ''}"
+    ranks += ", a lone process" if job.launcher == "alone" else f" by {job.launcher}"
     line = f"ppe_ddp: {ranks}, backend {job.backend}, device {job.device}"
     return f"{line} ({note})" if note else line
 
@@ -326,21 +317,19 @@ def _describe(job: Job, note: str) -> str:
 # torch's server listens on all interfaces of the machine, and serves anyone. Ranks that meet on the loopback interface
 # get a server that listens only there.
 #
-# When torchrun starts ranks again (``--max-restarts``), its agent keeps the store with all that was written. The first
-# rank would find the addresses of earlier ranks, and wait for them until its timeout. So keys get a prefix that is new
-# with each start. torchrun has nothing that is new with each start and the same on all nodes, as each agent counts its
-# own starts. So rank 0 chooses the prefix, and the others ask for it.
+# When torchrun starts ranks again (``--max-restarts``), its agent keeps the store, with the addresses of earlier ranks.
+# So keys get a prefix that is new with each start. As each agent counts its own starts, rank 0 chooses it, and the
+# others ask for it.
 
 _ASKED, _ANSWERED = "ppe_ddp/start/asked", "ppe_ddp/start/answered"
 
 
 def restarted_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The store of torchrun's agent with a prefix of this start, made by all ranks together; None if not needed."""
-    is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    is_one_node = environment.get("LOCAL_WORLD_SIZE") == str(place.world_size)
     if place.init_method != "env://" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if is_first and is_one_node:
+    is_first = environment.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    if is_first and environment.get("LOCAL_WORLD_SIZE") == str(place.world_size):  # on one node
         return None
     store = _tcp_store(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), place, timeout)
     return PrefixStore(f"ppe_ddp/start/{_name_of_start(store, place)}", store)
@@ -367,8 +356,7 @@ def _name_of_start(store: TCPStore, place: Rendezvous) -> str:
 def loopback_store(place: Rendezvous, timeout: Timeout, environment: Mapping[str, str]) -> Store | None:
     """The store for ranks that meet at a loopback address; None to leave it to torch.
 
-    That is so at other addresses, where torchrun's agent serves, and on rank 0 if the port is in use: by this process
-    itself, whose server torch then uses, or by another one, which torch reports.
+    That is so at other addresses, where torchrun's agent serves, and on rank 0 if the port is in use.
     """
     found = _address(place.init_method or "", environment)
     if found is None:

@@ -1,7 +1,6 @@
 """Finds out which launcher has started this process: torchrun, mpirun, Slurm, or none.
 
-A launcher is a function from the environment to this process's place in a job, or None if another launcher has started
-it. Nothing else in the package reads an environment variable to find its rank.
+Nothing else in the package reads an environment variable to find its rank.
 """
 
 from __future__ import annotations
@@ -46,6 +45,7 @@ class Rendezvous:
 
 
 Launcher = Callable[[Environment, str | None], Rendezvous | None]
+"""Returns this process's place in a job, or None if another launcher has started it."""
 
 
 def detect(environment: Environment, init_method: str | None = None) -> Rendezvous:
@@ -57,7 +57,9 @@ def detect(environment: Environment, init_method: str | None = None) -> Rendezvo
         place = launcher(environment, init_method)
         if place is not None:
             return place
-    return _alone(environment, init_method)
+    tasks = environment.get("SLURM_NTASKS", "1")
+    note = "" if tasks == "1" else f"SLURM_NTASKS is {tasks}: start with srun to use them all"
+    return Rendezvous("alone", 0, 1, 0, init_method, note)
 
 
 def first_host(nodelist: str) -> str:
@@ -88,10 +90,7 @@ def _from_torchrun(environment: Environment, init_method: str | None) -> Rendezv
 
 
 def _other_local_rank(environment: Environment, world_size: int) -> int:
-    """The local rank by mpirun or srun, if they have started as many ranks; else 0.
-
-    Scripts set RANK by that of mpirun or srun, and forget LOCAL_RANK. Kubernetes operators start one process a pod.
-    """
+    """The local rank by mpirun or srun, if they have started as many ranks; else 0, as in Kubernetes' pods."""
     known = [(size, local) for _, size, local in _MPIRUN_VARIABLES]
     if _is_srun_task(environment):
         known.append((_slurm_size_name(environment), "SLURM_LOCALID"))
@@ -132,12 +131,6 @@ def _from_slurm(environment: Environment, init_method: str | None) -> Rendezvous
     if init_method is None and world_size > 1:
         init_method = f"tcp://{_slurm_address(environment)}:{_slurm_port(environment)}"
     return Rendezvous("slurm", rank, world_size, local_rank, init_method)
-
-
-def _alone(environment: Environment, init_method: str | None) -> Rendezvous:
-    tasks = environment.get("SLURM_NTASKS", "1")
-    note = "" if tasks == "1" else f"SLURM_NTASKS is {tasks}: start with srun to use them all"
-    return Rendezvous("alone", 0, 1, 0, init_method, note)
 
 
 LAUNCHERS: tuple[Launcher, ...] = (_from_torchrun, _from_mpirun, _from_slurm)

@@ -1,12 +1,7 @@
 """The one loop that waits for other ranks, and advances all operations of this process meanwhile.
 
-    wait_until(arrived, look)     advance all operations, of every group; return if arrived()
-                                  yield the core, or nap once some milliseconds are over or if another program uses
-                                  the core; call look() now and then
-
 A rank that waits in one group advances operations of other groups, for which other ranks may wait. So no order of
-collectives on different groups deadlocks. ``look`` raises to end a wait, as after the failure of a rank. Ctrl-C ends it
-as well.
+collectives on different groups deadlocks.
 """
 
 from __future__ import annotations
@@ -55,13 +50,14 @@ class Advancing(Protocol):
 
 
 class InFlight(Protocol):
-    """An operation of a transport in flight."""
+    """An operation of a transport in flight. By default only calls of :meth:`done` advance it."""
 
     def done(self) -> bool:
         """Whether it has ended; the call also advances it. Raises RuntimeError if it has failed."""
 
     def block(self) -> None:
         """Give the core to the threads that advance it, for some milliseconds; returns at once if only calls do."""
+        return
 
 
 def in_flight(pending: object) -> InFlight | None:
@@ -72,10 +68,7 @@ def in_flight(pending: object) -> InFlight | None:
 
 
 def is_message(pending: object) -> bool:
-    """Whether ``pending`` is gloo's Work of a point-to-point message, the only Work without a Future.
-
-    It must be waited for once, without a timeout: ``is_completed()`` does not tell that the message has arrived.
-    """
+    """Whether ``pending`` is gloo's Work of a message, which has no Future; its ``is_completed()`` tells nothing."""
     if type(pending) is not Work:
         return False
     try:
@@ -86,10 +79,7 @@ def is_message(pending: object) -> bool:
 
 
 def awaited_once(pending: Any, device: torch.device) -> Any:
-    """Return ``pending``, or for the Work of a point-to-point message a Future that a thread completes.
-
-    Such a Work can only block. A rank that waits for the Future can look for failures meanwhile.
-    """
+    """Return ``pending``, or for the Work of a message, which can only block, a Future that a thread completes."""
     if device.type != "cpu" or not is_message(pending):
         return pending
     arrived: torch.futures.Future[Any] = torch.futures.Future()
@@ -150,7 +140,7 @@ class ProgressEngine:
     def expect(self, ranks: int) -> None:
         """Nap sooner from now on if a job has more ``ranks`` on this node than there are cores.
 
-        A yielded core is then used by another rank, which gives it back: it is yielded again however long that takes.
+        The core is yielded however long that takes, as another rank uses it.
         """
         if ranks > len(os.sched_getaffinity(0)):
             self._patience, self._slow_yield = _CROWDED_SECONDS, math.inf
@@ -206,18 +196,15 @@ class ProgressEngine:
         nap: float = 0.0,
         rest: Callable[[], None] | None = None,
     ) -> bool:
-        """Advance all groups until ``arrived()`` is true.
+        """Advance all groups until ``arrived()`` is true; Ctrl-C ends the wait as well.
 
         Args:
             arrived: Tells whether the wait is over.
-            look: Called now and then; may raise to end the wait.
-            seconds: The longest wait in seconds; None for no limit.
+            look: Called now and then; may raise to end the wait, as after the failure of a rank.
+            seconds: The longest wait in seconds; None for no limit. False is returned at its end.
             nap: The shortest nap in seconds. With 0 the core is only yielded at first, and naps begin later.
             rest: Gives the core to the threads that advance the operation (:meth:`InFlight.block`); called in place of
                 naps while no group has anything to advance.
-
-        Returns:
-            True if it has arrived; False if the time is over.
         """
         start, least = 0.0, nap
         for spins in itertools.count(1):
@@ -280,15 +267,12 @@ def progress_engine(_pid: int) -> ProgressEngine:
 
 
 class ProgressThread:
-    """A thread that advances operations in flight while this process makes no call that does.
+    """A thread that advances operations in flight while this process computes, or is blocked in another library.
 
-    A rank may be busy with its computation, or blocked in a call of another library, while other ranks wait for its
-    part. The thread sleeps in naps. It does nothing while another thread of this process waits in ``wait_until()``,
-    which advances faster.
+    It sleeps in naps, and does nothing while another thread waits in ``wait_until()``, which advances faster.
 
     Args:
-        long_nap: Seconds between looks while other threads advance the operations. Each look takes the interpreter
-            from them.
+        long_nap: Seconds between looks, which take the interpreter from the threads that advance the operations.
         short_nap: Seconds between looks while no other thread advances them.
         rest_after: The number of naps without operations in flight after which it sleeps until one begins.
     """
@@ -357,7 +341,7 @@ def paced(
 
     Args:
         question: The function.
-        seconds: The shortest time between two calls; between them the result is False.
+        seconds: The shortest time between two calls; in between the result is False.
         longest: The limit up to which this time doubles with each call; 0 keeps it.
         at_once: Whether the first call asks; else it waits for ``seconds`` from now.
     """

@@ -332,8 +332,6 @@ def _make(arguments, options):
     # CPU tensors are in the place of CUDA's, and those of int8 in the place of the CPU's, which go to gloo.
     keys = WrittenKeys(arguments.store)
     group = _RoutedByDtype(
-        arguments.group_rank,
-        arguments.group_size,
         arguments,
         "cupy_stand_in",
         ("cpu",),

@@ -278,9 +278,10 @@ def test_an_abort_that_waits_for_calls_in_other_groups_does_not_keep_the_host(mo
 
 def routed(host, device):
     """A group that was used on a device."""
-    arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), group_id="0")
+    names = {"group_rank": 0, "group_size": 1, "group_id": "0"}
+    arguments = types.SimpleNamespace(store=None, timeout=timedelta(seconds=1), **names)
     made, makers, keys = {"cpu": host}, {"meta": lambda: device}, WrittenKeys(None)
-    group = DeviceRoutedGroup(0, 1, arguments, "routed", ("meta", "cpu"), made=made, makers=makers, keys=keys)
+    group = DeviceRoutedGroup(arguments, "routed", ("meta", "cpu"), made=made, makers=makers, keys=keys)
     group._group_for((torch.ones(1, device="meta"),), "all_reduce")
     return group
 

@@ -16,14 +16,12 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     ReduceScatterStep,
     Region,
     Scratch,
-    describe_record,
-    pieces,
-)
-from ppe_ddp.backends.shared_memory.two_level_steps import (
     TwoLevelAllGatherStep,
     TwoLevelAllReduceStep,
     TwoLevelReduceScatterStep,
     WireMemory,
+    describe_record,
+    pieces,
 )
 
 KINDS = {"SUM": ReduceOp.RedOpType.SUM, "AVG": ReduceOp.RedOpType.AVG, "MAX": ReduceOp.RedOpType.MAX}

@@ -1,7 +1,4 @@
-"""Arguments of collectives: their checks, and memory that a wire can read and write.
-
-The checks look at the arguments of one rank. They do not compare arguments between ranks.
-"""
+"""Arguments of collectives on one rank: their checks, and memory that a wire can read and write."""
 
 from __future__ import annotations
 
@@ -69,8 +66,7 @@ class HostMemory:
         """The tensor, if the wire can read its memory, else a contiguous copy (for CUDA in pinned memory)."""
         if self._is_own(tensor):
             return _memory_of(tensor)
-        host = self._empty(tensor, tensor.shape)
-        host.copy_(tensor.detach(), non_blocking=True)
+        host = self._empty(tensor, tensor.shape).copy_(tensor.detach(), non_blocking=True)
         _synchronize(tensor)
         return host
 
@@ -143,10 +139,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """A tensor in the same memory, whose writes autograd does not see, as with a backend in C++.
+    """A tensor in the same memory, whose writes autograd does not see, as with a backend in C++; inference mode or not.
 
-    It can be written outside of inference mode also where ``tensor`` was made in it. One element, or none, gets a
-    stride of 1, without which torch does not view it as another dtype.
+    One element, or none, gets a stride of 1, without which torch does not view it as another dtype.
     """
     if tensor.is_inference():
         memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

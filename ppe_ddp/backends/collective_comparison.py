@@ -1,10 +1,7 @@
 """Compares the ranks' calls of collectives before they run, if PPE_DDP_DEBUG=1: not every transport detects a mismatch.
 
-    rank 0 calls all_reduce(float32 x 10)    writes that to the store    if all ranks have written the same: begin it
-    rank 1 calls all_reduce(float64 x 10)    writes that to the store    if they differ: an error on every rank
-
-A call does not wait for the comparison. Whenever this process calls the backend, the group begins the collectives on
-which the ranks agree by then, in order. So the order of calls on different groups is as free as without comparison.
+Each rank writes ``all_reduce(float32 x 10)`` to the store. A call does not wait for the comparison: whenever this
+process calls the backend, the group begins the collectives on which the ranks agree by then, in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Collectives on tensors within one group: through shared memory if possible, else by the group's wire.
 
-The way follows from the collective, its total size and its dtype, so it is the same on all ranks. A call begins the
-collective, which is in flight until it is waited for. The process group (``group.py``) only translates torch's names to
-these methods.
+The way follows from the collective, its total size and its dtype, so it is the same on all ranks.
 
     steps of an all-reduce    begin piece 1    done?    begin piece 2    done?    copy the result back
 """
@@ -37,8 +35,8 @@ _Kind: Any = ReduceOp.RedOpType
 class Collectives:
     """All collectives of one group; an ``op`` is a ReduceOp.
 
-    All ranks must call the methods in the same order, and wait for the returned Work. A call raises for errors in this
-    rank's own arguments.
+    A call begins the collective, which is in flight until its Work was waited for, and raises for errors in this
+    rank's own arguments. All ranks must call the methods in the same order.
 
     Tensors may be non-contiguous or empty. Sizes and dtypes must agree between ranks as each method says. If they do
     not, shared memory raises an error, MPI computes wrong numbers or hangs, and gloo ends the process.
@@ -69,15 +67,13 @@ class Collectives:
         """
         reduction = reduction_of(tensor.dtype, op.op, self._wire.dtypes)
         host = self._memory.input(tensor)
-        if self.shared is not None:
-            work = self.shared.start("all_reduce", host, kind=op.op, source=source)
-            if work is not None:
-                if host.data_ptr() != tensor.data_ptr():
-                    work.at_arrival = partial(self._memory.copy_back, tensor, host)
-                return work
-            root = self.shared.only_rank(source)
-            if root is not None:
-                return self.broadcast(tensor, root)
+        home = None if host.data_ptr() == tensor.data_ptr() else partial(self._memory.copy_back, tensor, host)
+        work = self._in_shared_memory("all_reduce", home, host, kind=op.op, source=source)
+        if work is not None:
+            return work
+        root = None if self.shared is None else self.shared.only_rank(source)
+        if root is not None:
+            return self.broadcast(tensor, root)
         return self._begin("all_reduce", self._all_reduce(tensor, host, reduction))
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> Work:
@@ -119,13 +115,10 @@ class Collectives:
         self._arguments.check_whole("a reduce-scatter", output, tensor)
         reduction = reduction_of(tensor.dtype, op.op, FOLDED)
         host, result = self._memory.input(tensor), self._memory.output(output)
-        if self.shared is not None:
-            work = self.shared.start("reduce_scatter", result, host, kind=op.op)
-            if work is not None:
-                work.at_arrival = partial(self._memory.copy_back, output, result)
-                return work
-        counts = [output.numel()] * self.size
-        return self._begin("reduce_scatter", self._reduce_scatter(output, host.view(-1), reduction, counts))
+        home = partial(self._memory.copy_back, output, result)
+        return self._in_shared_memory("reduce_scatter", home, result, host, kind=op.op) or self._begin(
+            "reduce_scatter", self._reduce_scatter(output, host.view(-1), reduction, [output.numel()] * self.size)
+        )
 
     def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], op: Any) -> Work:
         """Reduce ``tensors[i]`` over the ranks into rank i's ``output``; sizes may differ between the ranks."""
@@ -173,10 +166,8 @@ class Collectives:
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
 
     def barrier(self) -> Work:
-        work = None
-        if self.shared is not None:
-            sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            work = self.shared.start("all_reduce", sign, kind=_Kind.MAX)
+        sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        work = self._in_shared_memory("all_reduce", None, sign, kind=_Kind.MAX)
         return work or self._begin("barrier", one_call(self._wire.barrier))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -233,11 +224,8 @@ class Collectives:
 
     def _all_gather(self, result: Tensor, host: Tensor, home: Callable[[], None]) -> Work:
         """An all-gather of equal sizes; ``home`` copies the result to the user's tensors."""
-        work = self.shared.start("all_gather", result, host) if self.shared is not None else None
-        if work is not None:
-            work.at_arrival = home
-            return work
-        return self._begin("all_gather", one_call(partial(self._gathered, result, host), home))
+        work = self._in_shared_memory("all_gather", home, result, host)
+        return work or self._begin("all_gather", one_call(partial(self._gathered, result, host), home))
 
     def _gathered(self, result: Tensor, host: Tensor) -> InFlight:
         if 0 < host.nbytes <= self._direct_bytes:
@@ -263,26 +251,32 @@ class Collectives:
         home = partial(unpack, result, outputs)
         return self._all_to_all(what, as_bytes(result), as_bytes(flat), receive, send, home)
 
+    def _in_shared_memory(
+        self, what: str, home: Callable[[], None] | None, *tensors: Tensor, kind: Any = None, source: int | None = None
+    ) -> Work | None:
+        """Begin :meth:`SharedMemoryGroup.start`, if the tensors go that way; ``home`` copies the result back."""
+        work = None if self.shared is None else self.shared.start(what, *tensors, kind=kind, source=source)
+        if work is not None:
+            work.at_arrival = home
+        return work
+
     def _pieces(self, flat: Tensor, itemsize: int = 1) -> Iterator[Tensor]:
         most = self._wire.piece_bytes // itemsize
         return iter(flat.split(most) if most else (flat,))
 
     def _scratch_for(self, piece: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Memory for an all-reduce of ``piece``, kept from call to call, as fresh memory costs page faults.
+        """Memory for an all-reduce of ``piece``, kept from call to call; None to work in the user's memory.
 
-        None if the wire may work in the user's memory. A wire with pieces goes on writing after the group was given up,
-        which would change gradients there.
+        A wire with pieces goes on writing after the group was given up, which would change gradients there.
         """
         if not self._wire.piece_bytes:
             return None
         if piece.is_cuda:
             return torch.empty_like(piece, dtype=dtype)
-        scratch = self._scratch.get(dtype)
-        if scratch is None:
-            scratch = self._scratch[dtype] = torch.empty(
-                self._wire.piece_bytes // dtype.itemsize, dtype=dtype, device="cpu"
-            )
-        return scratch[: piece.numel()]
+        if dtype not in self._scratch:
+            numel = self._wire.piece_bytes // dtype.itemsize
+            self._scratch[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
+        return self._scratch[dtype][: piece.numel()]
 
     def _begin(self, what: str, steps: Steps) -> Work:
         absent: Callable[[], Sequence[int]] = tuple

@@ -48,9 +48,7 @@ def _routed(name: str) -> Any:
 
 
 class DeviceRoutedGroup(PythonGroup):
-    """A group for tensors on several devices.
-
-    All ranks call the same collectives on the same device types in the same order.
+    """A group for tensors on several devices; all ranks use the same device types in the same order.
 
     Args:
         device_types: Such as "cuda". The group for the first one also serves barriers that name no device.
@@ -62,8 +60,6 @@ class DeviceRoutedGroup(PythonGroup):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
         arguments: Any,
         backend_name: str,
         device_types: Iterable[str],
@@ -72,7 +68,7 @@ class DeviceRoutedGroup(PythonGroup):
         makers: Mapping[str, Callable[[], Any]],
         keys: WrittenKeys,
     ) -> None:
-        super().__init__(rank, size, arguments, backend_name, tuple(device_types))
+        super().__init__(arguments, backend_name, device_types)
         self._makers = makers
         self._made: dict[str, Any] = dict(made)
         self._keys = keys
@@ -187,7 +183,7 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
         existing["gloo"] = gloo_beside(arguments, keys)
     made = {kind: existing[backend] for kind, backend in backends.items() if backend in existing}
     makers = {kind: partial(group_over, backend, arguments) for kind, backend in backends.items() if kind not in made}
-    return DeviceRoutedGroup(own.rank(), own.size(), arguments, name, backends, made=made, makers=makers, keys=keys)
+    return DeviceRoutedGroup(arguments, name, backends, made=made, makers=makers, keys=keys)
 
 
 def gloo_beside(arguments: Any, keys: WrittenKeys) -> ProcessGroup:

@@ -1,11 +1,8 @@
 """Base classes of process groups in Python: they translate torch's calls to the collectives of one transport.
 
-This file has torch's side only: the names under which torch finds a group, its several names for one collective, and
-the forms in which it passes arguments.
-
-    PythonGroup       the identity of a group
-    CollectiveGroup   torch's names for collectives
-    PendingGroup      asynchronous calls over a wire; memory that the ranks of a node share
+PythonGroup       the identity of a group
+CollectiveGroup   torch's names for collectives, and the forms in which it passes arguments
+PendingGroup      asynchronous calls over a wire; memory that the ranks of a node share
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import repeat, starmap
 from types import SimpleNamespace
@@ -36,10 +34,10 @@ from ppe_ddp.backends.shared_memory.step_queue import SharedLink
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.wire import Wire
 from ppe_ddp.backends.work import Waits, Work, combined
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.waiting import progress_engine
 
-DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
+_DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
 
 SUM = ReduceOp(ReduceOp.SUM)
 
@@ -50,8 +48,8 @@ class PythonGroup(ProcessGroup):
     ``device_types`` are those of tensors that the group takes, such as ``("cpu", "cuda")``.
     """
 
-    def __init__(self, rank: int, size: int, arguments: Any, backend_name: str, device_types: Sequence[str]) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+    def __init__(self, arguments: Any, backend_name: str, device_types: Iterable[str]) -> None:
+        super().__init__(arguments.group_rank, arguments.group_size)  # type: ignore[call-arg]
         self._store = arguments.store
         self._timeout: timedelta = arguments.timeout
         self._group_name: str = arguments.group_id
@@ -86,14 +84,13 @@ class PythonGroup(ProcessGroup):
 
     @property
     def options(self) -> SimpleNamespace:
-        """The group's timeout, at the place where torch's own backends have it: ``_get_backend(device).options``."""
+        """The group's timeout, where torch's own backends have it: ``_get_backend(device).options``."""
         return SimpleNamespace(_timeout=self._timeout)
 
     def _get_backend(self, _device: device) -> Any:
         return self
 
-    # The names under which torch's C++ part calls these, in versions after 2.13.
-    def start_coalescing(self, device: device) -> None:
+    def start_coalescing(self, device: device) -> None:  # torch's name after 2.13
         self._start_coalescing(device)
 
     def end_coalescing(self, device: device) -> TorchWork:
@@ -113,7 +110,7 @@ class PythonGroup(ProcessGroup):
 class CollectiveGroup(PythonGroup):
     """A group over one transport: translates torch's calls to the methods of :class:`Collectives`.
 
-    A subclass sets ``_over``, an object with these methods. It defines :meth:`_run`, point-to-point calls and barrier.
+    A subclass sets ``_over``, which has these methods. It defines :meth:`_run`, point-to-point calls and barrier.
     """
 
     _over: Any
@@ -211,14 +208,13 @@ class CollectiveGroup(PythonGroup):
 
 
 class PendingGroup(CollectiveGroup):
-    """A group over a wire. A subclass calls :meth:`_connect`, and defines how the group ends.
+    """A group over a wire. A subclass calls :meth:`_connect`, and defines :meth:`_disconnect`.
 
-    ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store,
-    with the keys that this rank has written there.
+    ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store.
 
     A collective with ``async_op=True``, or a message, begins in the call. It advances in every call and wait of the
-    backend, on any group. All ranks of a group call the same collectives in the same order, with the same sizes and
-    dtypes. The order of collectives on different groups is free.
+    backend, on any group. All ranks call the same collectives in the same order, with the same sizes and dtypes. The
+    order of collectives on different groups is free.
 
     Every wait ends with an error when the group's timeout is over, or when another rank gives the group up
     (``abort()``, an error of the transport, a timeout). The group cannot be used after that.
@@ -244,7 +240,7 @@ class PendingGroup(CollectiveGroup):
         device_types: Sequence[str],
     ) -> None:
         rank, size = arguments.group_rank, arguments.group_size
-        super().__init__(rank, size, arguments, backend_name, device_types)
+        super().__init__(arguments, backend_name, device_types)
         self.pg_options = options
         place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._keys = keys
@@ -275,6 +271,31 @@ class PendingGroup(CollectiveGroup):
         if compares_collectives():
             self._comparison = CollectiveComparison(self._keys.under("calls"), rank, wire.size, waits)
 
+    def shutdown(self) -> None:
+        """End the connections; called by ``destroy_process_group`` on every rank of the group."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        is_idle = False
+        with suppress(CommunicationError):  # the group was given up
+            self._over.drain(_DRAIN_SECONDS)
+            is_idle = True
+        self._disconnect(is_idle=is_idle)
+
+    def _disconnect(self, *, is_idle: bool) -> None:
+        """End the connections; ``is_idle`` if nothing is in flight on this rank."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Give the group up without waiting; other ranks leave their waits in it with an error."""
+        if os.getpid() == self._pid:
+            self._closed = True
+            self._waits.give_up("it has called abort()")
+
+    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
+        """Delete this rank's keys in the store; see :class:`PythonGroup`."""
+        self._keys.delete_all()
+
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:  # type: ignore[override]
         """Wait until every rank has called it; the host waits, not a CUDA stream."""
         return self._run("barrier", self._over.barrier, [()], None)
@@ -299,8 +320,10 @@ class PendingGroup(CollectiveGroup):
         self._check_open(what)
         if len(tensors) != 1:
             raise ValueError(f"a message is one tensor, not {len(tensors)}")
-        work = call(tensors[0], peer, tag)
-        if self._coalesced is not None:
+        return self._noted(call(tensors[0], peer, tag))
+
+    def _noted(self, work: Work) -> Work:
+        if self._coalesced is not None:  # _end_coalescing() returns a Work for all of them
             self._coalesced.append(work)
         return work
 
@@ -320,19 +343,14 @@ class PendingGroup(CollectiveGroup):
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, if :meth:`sum_of_node` makes a difference; else none. The same on all ranks.
-
-        Without shared memory each rank counts as a node.
-        """
+        """The ranks of each node, if there are several, the same on all ranks; without shared memory each is a node."""
         return tuple((rank,) for rank in range(self.size())) if self._shared.queue is None else self._shared.nodes
 
     def sum_of_node(self, tensor: Tensor, node: int) -> TorchWork:
         """Sum over the ranks, in place, a tensor that is zero except on the ranks of one node, number ``node``.
 
-        If that node has one rank, the values of the others do not matter: they are overwritten.
-
-        The result is that of an all-reduce. A large tensor is sent from that node instead of being summed over the
-        nodes, which halves the traffic. Collective.
+        If that node has one rank, the others' values are overwritten, whatever they are. A large tensor is sent from
+        that node instead of being summed over the nodes, which halves the traffic. Collective.
         """
         return self._run("all_reduce", self._over.all_reduce, [(tensor, SUM, node)], [tensor])
 
@@ -363,9 +381,7 @@ class PendingGroup(CollectiveGroup):
             works = [*starmap(call, rows)]
             work = works[0] if len(works) == 1 else combined(works, self._waits)
         work.outputs = result
-        if self._coalesced is not None:  # _end_coalescing() returns a Work for all of them
-            self._coalesced.append(work)
-        return work
+        return self._noted(work)
 
     def _check_open(self, what: str) -> None:
         if os.getpid() != self._pid:

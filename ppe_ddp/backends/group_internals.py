@@ -1,8 +1,7 @@
 """The private parts of torch that this library uses for process groups, their stores and names.
 
-No other file of the package uses them (those of autograd, hooks and tensors are in ``torch_internals.py``). Each is a
-function that says why it is needed, and has a trial in ``tests/group_internals_check.py``. A function that can notice
-a change in torch raises :class:`ppe_ddp.errors.TorchChangedError`.
+No other file of the package uses them (those of autograd, hooks and tensors are in ``torch_internals.py``). Each has a
+trial in ``tests/group_internals_check.py``.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def destroy_group(group: ProcessGroup) -> None:
 def kept_with(group: ProcessGroup, make: Callable[[], _Kept]) -> _Kept:
     """The object that ``make`` has made for a registered ``group``; made at the first call.
 
-    It is stored in torch's own world object, since a group takes no attributes. That object may differ between threads:
-    torch's tests run ranks as threads.
+    A group takes no attributes, so torch's world object has it, which may differ between threads, as in torch's tests.
     """
     forget_destroyed()
     kept: dict[tuple[ProcessGroup, Callable[[], _Kept]], _Kept] = c10d._world.__dict__.setdefault("ppe_ddp_kept", {})
@@ -118,10 +116,7 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node, if ``group`` spans several; none if its CPU tensors are in the shared memory of one.
-
-    Backends of torch know no nodes, and each rank counts as one.
-    """
+    """The ranks of each node, if ``group`` spans several; none for one node. In torch's backends each rank counts."""
     backend = node_backend(group, torch.device("cpu"))
     if backend is None:
         return tuple((rank,) for rank in range(dist.get_world_size(group)))
@@ -140,11 +135,7 @@ def backends_named(config: str) -> dict[str, str]:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
-    """The timeout of the collectives of ``group``, which a duplicate does not inherit by itself.
-
-    None, which stands for torch's default, if no backend of the group tells it: a user's own backend, or one that torch
-    wraps for TORCH_DISTRIBUTED_DEBUG=DETAIL.
-    """
+    """The timeout of ``group``; None if no backend tells it: a user's own, or one that torch wraps for debugging."""
     for kind in device_types(group):
         options = getattr(backend_for(group, torch.device(kind)), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -214,11 +205,9 @@ def new_group_named(
 ) -> ProcessGroup:
     """Make a group of exactly these ranks under a name that they have agreed on; only these ranks call it, together.
 
-    ``new_group()`` would derive the name from the number of groups of this process, which may differ between ranks.
-    Ranks that use different names wait for one another until they time out. torch has no parameter for the name. So
-    its naming function is replaced while threads make such groups; other threads get torch's names. The private
-    function below ``new_group()`` takes a name, but its parameters change in almost every version, and it does not
-    enter the group into torch's tables.
+    ``new_group()`` would derive the name from the number of groups of this process, which may differ between ranks, and
+    ranks with different names wait for one another. The private function below it takes a name, but its parameters
+    change in almost every version, and it does not enter the group into torch's tables.
 
     Raises:
         TorchChangedError: The group has another name; it is destroyed again.
@@ -238,10 +227,7 @@ def new_group_named(
 def backends_being_made() -> dict[str, str]:
     """The backends by device type of the group that torch is making on this thread, read from torch's stack frame.
 
-    torch takes a group written in Python as the whole group, and does not tell its creator the other devices.
-
-    Raises:
-        TorchChangedError: There is no such frame, or it has no such variable.
+    torch does not tell its creator the other devices. TorchChangedError if there is no such frame or variable.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != MAKING:
@@ -260,8 +246,7 @@ def backends_being_made() -> dict[str, str]:
 def creator_of(backend: str) -> Callable[[Any, Any], Any] | None:
     """The function registered with torch that makes groups over ``backend`` from (arguments, options), or None.
 
-    Since 2.15 torch registers its own backends in this form, when they are first used. Functions with other arguments
-    are ignored.
+    Since 2.15 torch registers its own backends in this form, when they are first used.
     """
     register: Callable[[str], None] | None = getattr(Backend, "_ensure_backend_registered", None)
     if register is not None:
@@ -280,10 +265,7 @@ def nccl_options(arguments: Any) -> Any:
 
 
 def process_group_over(made: Any, backend: str, name: str, store: Any) -> ProcessGroup:
-    """Make a ProcessGroup around ``made``, one of torch's own backends, for all devices that it serves.
-
-    ``dist.new_group`` cannot make it: this is an inner part of a registered group, with the same name.
-    """
+    """Make a ProcessGroup around ``made``, one of torch's own backends, as a part of a registered group of the name."""
     if creator_of(backend) is None:
         made._set_sequence_number_for_group()  # registered creators call this themselves
     kind = Backend.backend_type_map[backend]
@@ -304,8 +286,7 @@ def abort_of_gloo(group: ProcessGroup) -> Callable[[], None]:
     """Return a function that closes the connections of ``group`` at once if it is over gloo: operations in flight fail.
 
     gloo's ``abort()`` and ``shutdown()`` do nothing. Destroying a group waits for its operations in flight, which may
-    never end, as other ranks may wait in the same way. With three or more ranks it even uses a core: if a collective
-    has failed because a peer has closed, data of other peers is never read, and gloo's thread polls it for ever.
+    never end, as other ranks may wait in the same way, or gloo's thread may poll data for ever that is never read.
 
     But gloo closes all connections of a group when one call times out. So the function lets receives, which were begun
     before, time out. It holds the connections, not the group.
@@ -350,9 +331,8 @@ _ADDRESS_BYTES = 136
 def end_wait_for_connections(content: bytes) -> None:
     """End gloo's wait for connections, in another thread of this process, after the group has failed.
 
-    If a rank dies after it has written its address and before it has connected, gloo waits for its connection in C++,
-    for five times the group's timeout. So this function connects in its place, by the ``content`` that gloo has written
-    to its store on this rank.
+    gloo waits in C++, for five times the group's timeout, for a rank that dies before it has connected. So this
+    connects in its place, by the ``content`` that gloo has written to its store on this rank.
     """
     host, port, numbers = connections_awaited(content) or ("", 0, [])
     for number in numbers:

@@ -28,9 +28,8 @@ def all_gather_json(value: Any, group: ProcessGroup) -> list[Any]:
     """
     own = _encoded(value)
     device, size = _device_of(group), dist.get_world_size(group)
-    length = torch.tensor([own.numel()], device=device)
-    lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
+    lengths = list(torch.empty(size, 1, dtype=torch.int64, device=device))
+    dist.all_gather(lengths, torch.tensor([own.numel()], device=device), group=group)
     counts = [int(count) for count in lengths]
     # Pad to the longest text: an all-gather takes parts of equal size.
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)

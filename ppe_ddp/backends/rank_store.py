@@ -1,12 +1,4 @@
-"""The store that the ranks of a group share, and the exchanges of the ranks over it.
-
-WrittenKeys          remembers the keys that this rank has written, to delete them when no rank reads them any more
-BoundedStore         calls a store with a timeout
-Meeting              each rank brings a word; one outcome for all ranks
-Reports              a list of texts that ranks append to; a look is one call for any number of ranks
-await_members()      waits until all ranks make the same group
-exchange()           returns the words of all ranks of a group of torch's
-"""
+"""The store that the ranks of a group share, and the exchanges of the ranks over it."""
 
 from __future__ import annotations
 
@@ -42,7 +34,7 @@ SILENT = "the store that the ranks share does not answer: the process that serve
 
 
 class WrittenKeys:
-    """A store, or a part of it, and the keys that this rank has written there."""
+    """A store, or a part of it, and the keys that this rank has written there, which it deletes at the end."""
 
     def __init__(self, store: Store) -> None:
         self._whole = store
@@ -82,8 +74,12 @@ class WrittenKeys:
         return self._whole.get(self._prefix + key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of ``keys``; waits until all are written."""
-        return multi_get(self._whole, [self._prefix + key for key in keys])
+        """The values of ``keys``, in one call if the store can do that; waits until all are written."""
+        store: Any = self._whole
+        names = [self._prefix + key for key in keys]
+        if names and store.has_extended_api():
+            return [bytes(value) for value in store.multi_get(names)]
+        return [store.get(name) for name in names]
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._whole.check([self._prefix + key for key in keys])
@@ -103,15 +99,8 @@ class WrittenKeys:
                 self._whole.delete_key(name)
 
 
-def multi_get(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """The values of ``keys``, in one call if the store can do that; waits until all are written."""
-    if keys and store.has_extended_api():
-        return [bytes(value) for value in store.multi_get(list(keys))]
-    return [store.get(key) for key in keys]
-
-
 class BoundedStore:
-    """Calls one store, and waits for each answer for at most ``seconds``, or the time that the call gives."""
+    """Calls one store, and waits for each answer for at most ``seconds``."""
 
     def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
         self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)
@@ -130,10 +119,9 @@ class BoundedStore:
 
 
 class Reports:
-    """Texts that ranks append to one list, which all of them read now and then.
+    """Texts that ranks append to one list, which all of them read now and then; a look is one call for any number.
 
-    A look asks for the number of texts, and reads the new ones. A rank counts a text before it writes it. If it dies in
-    between, that text is missing.
+    A rank counts a text before it writes it. If it dies in between, that text is missing.
     """
 
     def __init__(self, store: BoundedStore, key: str) -> None:
@@ -223,8 +211,8 @@ class MeetingOutcome(NamedTuple):
 class Meeting:
     """A meeting of all ranks in a store: each rank brings a word. All get the words of all, or learn that one refused.
 
-    The last rank to come writes all words under one key, so that each rank reads one key. A rank that stops waiting
-    refuses. The first outcome that is written counts for all ranks.
+    The last rank to come writes all words under one key, which each rank reads. A rank that stops waiting refuses. The
+    first outcome that is written counts.
 
     Args:
         name: New, and the same on every rank.
@@ -264,7 +252,7 @@ class Meeting:
         return MeetingOutcome(*json.loads(self._store.get(self._outcome)))
 
     def is_over(self) -> bool:
-        """Whether it has ended for this rank: all have come, or it was refused and this rank had come."""
+        """Whether all have come, or it was refused and this rank had come."""
         outcome = self.outcome()
         return outcome is not None and bool(outcome.words or self._store.check([f"{self._name}/{self._rank}"]))
 
@@ -290,17 +278,15 @@ class Meeting:
         end the wait. With ``may_leave`` a rank may end after it has come.
 
         Returns:
-            The outcome. A refusal has three items: the list of absent ranks, of those that are lost, or of the one that
-            refused; the text of the error that has ended its wait, or empty; and whether that error is its own, not a
-            report of lost ranks.
+            The outcome. A refusal has three items: the ranks that are absent or lost, or the one that refused; the text
+            of the error that has ended its wait, or empty; and whether that error is its own, not of lost ranks.
         """
-        found: list[MeetingOutcome] = []
+        found: MeetingOutcome | None = None
 
         def has_ended() -> bool:
-            outcome = self.outcome()
-            if outcome is not None:
-                found.append(outcome)
-            return outcome is not None
+            nonlocal found
+            found = self.outcome()
+            return found is not None
 
         progress, ask = progress_engine(os.getpid()), paced(has_ended, longest=_LONGEST_PAUSE)
         try:
@@ -315,18 +301,17 @@ class Meeting:
                 if may_leave and outcome.words and not is_own:
                     return outcome
             raise
-        return found[0]
+        assert found is not None
+        return found
 
 
+# torch.distributed passes no such argument on to a backend.
 _look_at_members: ContextVar[Callable[[], None]] = ContextVar("look", default=lambda: None)
 
 
 @contextmanager
 def looking(look: Callable[[], None]) -> Iterator[None]:
-    """A context in which the waits of new groups for their members call ``look``, which may raise to end the wait.
-
-    It is a context variable because torch.distributed passes no such argument on to a backend.
-    """
+    """A context in which new groups call ``look`` as they wait for their members; it may raise to end the wait."""
     token = _look_at_members.set(look)
     try:
         yield
@@ -337,8 +322,7 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:
     """Wait until all ``ranks`` (of the world, in the group's order) make this group: a transport would wait for ever.
 
-    All ranks must make it with the same ``options`` and the same PPE_DDP_DEBUG, which are compared as text. They share
-    ``store``, under the name of the group.
+    ``options`` and PPE_DDP_DEBUG are compared as text. ``store`` is that of the group's name.
 
     Returns:
         The number of groups of this name so far, including this one: keys of earlier ones may still be in the store.
@@ -383,12 +367,11 @@ def exchange(
 ) -> list[Any]:
     """Exchange a JSON ``word`` over the store; returns the words of all ranks of ``group``, a registered group.
 
-    All ranks must call this together, with a new ``name``. ``look`` may raise to end the wait. With ``may_leave`` a
-    rank may end after it has come.
+    All ranks must call this together, with a new ``name``; see :meth:`Meeting.words`.
 
-    It uses the store, not the group. A gloo thread drops an operation only a moment after its wait has returned, and
-    needs Python for that. If Python has ended by then, C++ ends the process. This library's duplicates of a group end
-    earlier, but it cannot end the user's group, and so sends nothing in it.
+    It sends nothing in the group, which is the user's, and which this library cannot end before Python ends: a gloo
+    thread drops an operation only a moment after its wait has returned. If Python has ended by then, C++ ends the
+    process.
 
     Raises:
         CommunicationError: Not all ranks have come within the group's timeout; names them.
@@ -407,16 +390,11 @@ def exchange(
             "a rank that alone has one evaluates it in torch.no_grad()",
             absent,
         )
-    written = kept_with(group, _stores_of_exchanges)
+    written: deque[WrittenKeys] = kept_with(group, deque)
     written.append(store)
     while len(written) > _LAST:
         written.popleft().delete_all()
     return list(outcome.words)
-
-
-def _stores_of_exchanges() -> deque[WrittenKeys]:
-    """The stores of one group's last exchanges, whose keys still exist."""
-    return deque()
 
 
 def first_unused(is_used: Callable[[int], bool]) -> int:

@@ -1,7 +1,6 @@
-"""The reduction of tensors of each dtype over a wire.
+"""The reduction of tensors of each dtype over a wire. A dtype that a wire does not support is sent in a wider one.
 
-Wires support few dtypes and reject none: gloo sums bools as bytes, and rounds half-precision numbers at every step of
-its ring; MPI has no bfloat16. A dtype that a wire does not support is sent in a wider dtype, and rounded once.
+Wires reject no dtype: gloo sums bools as bytes, and rounds half-precision numbers at every step of its ring.
 """
 
 from __future__ import annotations
@@ -59,15 +58,12 @@ class WireReduction:
     is_known: bool  # whether the wire can reduce; else the ranks exchange their numbers, and :meth:`fold` reduces
 
     def to_wire(self, elements: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """Convert ``elements`` (1-D, contiguous, of dtype ``view``) to the numbers that are sent.
+        """Convert ``elements`` (1-D, contiguous, of dtype ``view``) to the numbers that are sent, in ``scratch``.
 
-        They are written to ``scratch`` (same length, of dtype ``wire``). Without it they stay in their own memory if no
-        conversion is needed.
+        Without ``scratch`` they stay in their own memory if no conversion is needed.
         """
         wire = elements.to(self.wire) if scratch is None else scratch.copy_(elements)
-        if self.is_offset:
-            return wire ^ _LOWEST
-        return wire
+        return wire ^ _LOWEST if self.is_offset else wire
 
     def fold(self, rows: Sequence[Tensor]) -> Tensor:
         """Reduce the numbers of all ranks, in rank order."""
@@ -89,19 +85,6 @@ def reduction_of(dtype: torch.dtype, kind: Any, known: frozenset[torch.dtype]) -
 
     TypeError if the operation is not defined for this dtype, such as BAND for floating-point numbers.
     """
-    view, base = _defined(dtype, kind)
-    is_offset = False
-    if view is torch.uint64 and view not in known:
-        view, is_offset = torch.int64, base in (_Kind.MIN, _Kind.MAX)
-    if view in known or view in _COMPLEX:
-        wire = view
-    else:
-        wire = _WIDER.get(view, torch.complex64 if view.is_complex else torch.float32)
-    return WireReduction(view, wire, base, kind == _Kind.AVG, is_offset, wire in known)
-
-
-def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:
-    """The dtype as which memory is read, and the operation on its elements."""
     divides = kind == _Kind.AVG
     is_sum = divides or kind == _Kind.SUM
     if kind == _Kind.PREMUL_SUM:
@@ -117,5 +100,14 @@ def _defined(dtype: torch.dtype, kind: Any) -> tuple[torch.dtype, Any]:
     if not fits:
         raise TypeError(f"ReduceOp.{kind.name} is not defined for tensors of {dtype}")
     if dtype is torch.bool:
-        return torch.uint8, _BOOL_KINDS[kind]
-    return (dtype.to_real(), _Kind.SUM) if is_sum else (dtype, kind)
+        view, base = torch.uint8, _BOOL_KINDS[kind]
+    else:
+        view, base = (dtype.to_real(), _Kind.SUM) if is_sum else (dtype, kind)
+    is_offset = False
+    if view is torch.uint64 and view not in known:
+        view, is_offset = torch.int64, base in (_Kind.MIN, _Kind.MAX)
+    if view in known or view in _COMPLEX:
+        wire = view
+    else:
+        wire = _WIDER.get(view, torch.complex64 if view.is_complex else torch.float32)
+    return WireReduction(view, wire, base, divides, is_offset, wire in known)

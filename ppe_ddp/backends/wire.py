@@ -1,7 +1,4 @@
-"""The interface of a wire, which moves bytes between processes by gloo or MPI.
-
-Collectives, process groups, shared memory and two levels are built on it, once for all wires.
-"""
+"""The interface of a wire, which moves bytes between processes by gloo or MPI; all else is built on it, once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The Work of a call in flight, and the waits of its group, which end when a rank gives the group up.
-
-wait for a bucket     repeat: advance the operations of all groups; has it arrived?
-                      now and then: has a rank given the group up? is the time over?
-"""
+"""The Work of a call in flight, and the waits of its group, which end when a rank gives the group up."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class Waits:
         rest: Callable[[], None] | None = None,
         also: Callable[[], object] = bool,
     ) -> None:
-        """Wait until ``arrived()``.
+        """Wait until ``arrived()``; CommunicationError if another rank gives the group up, or the time is over.
 
         Args:
             arrived: Tells whether the wait for the call ``what`` is over.
@@ -71,9 +67,6 @@ class Waits:
             seconds: A shorter timeout, if positive. The group can be used after it, unlike after the group's timeout.
             rest: Gives the core to the threads that advance the call, if there are any.
             also: Called now and then; may raise to end the wait.
-
-        Raises:
-            CommunicationError: The group was given up by another rank, or the time is over.
         """
         start = seen = monotonic()
 
@@ -127,7 +120,7 @@ class Waits:
         self._looked = now
         reason = "another rank has given this group up" if is_closed else ""
         with suppress(RuntimeError):  # the store may be gone, or out of reach
-            reason = self._store.do(_reason) or reason
+            reason = self._store.do(lambda store: store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else reason)
         if reason and self._fail(reason):
             self._close()
         return bool(self.failure)
@@ -171,10 +164,6 @@ class Waits:
             close()
 
 
-def _reason(store: WrittenKeys) -> str:
-    return store.get(_GIVEN_UP).decode() if store.check([_GIVEN_UP]) else ""
-
-
 class PythonWork(dist.Work):
     """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state."""
 
@@ -191,10 +180,7 @@ class PythonWork(dist.Work):
 
 
 class Work(PythonWork):
-    """A collective or message in flight.
-
-    It advances in every call of its backend, on any group. Do not touch its tensors before ``wait()`` has returned or
-    ``is_completed()`` is true.
+    """A collective or message in flight. Do not touch its tensors before ``wait()`` has returned.
 
     Args:
         what: The call, for errors.
@@ -235,7 +221,7 @@ class Work(PythonWork):
 
         Raises:
             CommunicationError: The transport reports an error, a rank has given the group up, or the time is over.
-                After a ``timeout`` of this call it is still in flight, and its tensors must not be touched.
+                After a ``timeout`` of this call it is still in flight.
             DisagreementError: The ranks have called different collectives (PPE_DDP_DEBUG=1).
         """
         if not self._is_settled and not self.done():
@@ -245,10 +231,9 @@ class Work(PythonWork):
         return True
 
     def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
-        """Wait until it has ended, with or without an error, at most for ``seconds`` if these are positive.
+        """Wait for its end, at most for ``seconds`` if positive; raises as :meth:`wait`, but for its own error.
 
-        ``look`` is called now and then, and may raise to end the wait. Errors are those of :meth:`wait`, except for one
-        of the call itself.
+        ``look`` is called now and then, and may raise to end the wait.
         """
         if self._message is not None:
             seconds = seconds or self._waits.timeout
@@ -301,10 +286,7 @@ class Work(PythonWork):
     _source_rank = source_rank  # torch's name for it
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result()``; completed after a short wait here, or later by a thread.
-
-        The thread is needed because a wait for a future, in C++, calls no backend.
-        """
+        """A future of ``result()``, completed after a short wait here or by a thread: waits in C++ call no backend."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         if progress_engine(os.getpid()).wait_until(self.is_completed, seconds=_PATIENCE_SECONDS):
             self._complete(future)
@@ -313,10 +295,7 @@ class Work(PythonWork):
         return future
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once, in any thread, when this process notices that it has ended, with or without an error.
-
-        Unlike a future's callback, this starts no thread that waits for the call or advances it.
-        """
+        """Call ``call`` once, in any thread, when this process notices that it has ended; starts no thread for it."""
         self._at_end = call
         if self.ask_transport is not None:
             self.ask_transport(self._tell_end)
@@ -362,7 +341,7 @@ def combined(works: Sequence[Work], waits: Waits) -> Work:
 # ---------------------------------------------------------------------- calls of a wire
 
 Steps = Generator[InFlight, None, None]
-"""A generator that begins a call of the wire, yields it, and is resumed when it is done."""
+"""Begins a call of the wire, yields it, and is resumed when it is done."""
 
 
 def one_call(start: Callable[[], InFlight], home: Callable[[], object] = int) -> Steps:
@@ -372,10 +351,7 @@ def one_call(start: Callable[[], InFlight], home: Callable[[], object] = int) ->
 
 
 class WireCall:
-    """A collective over a wire: a sequence of calls, each begun when the one before is done.
-
-    With ``is_queued`` only its queue advances it, not :meth:`poll`.
-    """
+    """A collective over a wire: calls, each begun when the one before is done; its queue or ``poll()`` advances it."""
 
     def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
         self.what = what
@@ -423,7 +399,6 @@ class WireCall:
         return is_done
 
     def block(self) -> None:
-        """Give the core to the threads of the wire."""
         current = self._current
         if current is not None:
             current.block()

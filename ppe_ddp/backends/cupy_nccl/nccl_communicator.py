@@ -1,11 +1,8 @@
 """NCCL communicators of one group, and the collectives as calls of NCCL.
 
 Each communicator works on a stream of its own. That stream waits for the work that the caller's stream has at the time
-of the call (`Communicator.wait_for_caller`), and the caller's stream waits for it in `Work.wait`. If the caller drops a
-tensor, its memory is not reused before NCCL has finished with it (`CudaDevice.record_stream`). Temporary memory is
-allocated and freed on the communicator's stream.
-
-NCCL's errors become this library's here.
+of the call, and the caller's stream waits for it in `Work.wait`. If the caller drops a tensor, its memory is not reused
+before NCCL has finished with it. Temporary memory is allocated and freed on the communicator's stream.
 """
 
 from __future__ import annotations
@@ -75,10 +72,9 @@ class Communicators:
 
     def of(self, index: int, members: Members) -> Communicator:
         """The communicator of these ranks on device number ``index``; it may not be connected yet."""
-        communicator = self._all.get((index, members))
-        if communicator is None:
-            communicator = self._all[index, members] = Communicator(self._device, index, members)
-        return communicator
+        if (index, members) not in self._all:
+            self._all[index, members] = Communicator(self._device, index, members)
+        return self._all[index, members]
 
     def connect(self, communicators: Iterable[Communicator]) -> None:
         """Connect those that are not connected yet; their ranks must do so together, outside of a group of calls.
@@ -172,10 +168,7 @@ class Communicators:
 
 
 class PreparedCalls:
-    """The calls of NCCL for one collective or message, and the copies of the results to the user's tensors.
-
-    Made and finished on the communicator's stream. The calls of several can be given to NCCL as one group.
-    """
+    """NCCL's calls for one collective or message, and the copies of the results; made and finished on its stream."""
 
     def __init__(self) -> None:
         # The name of the communicator's method, its buffers, and its other arguments but the stream.
@@ -219,8 +212,7 @@ class PreparedCalls:
 class NcclCollectives:
     """All collectives of a group, with the arguments of :class:`~ppe_ddp.backends.collectives.Collectives`.
 
-    Tensors may be non-contiguous and empty; those of one collective are on one device. This rank's own arguments are
-    checked. Sizes and dtypes must be the same on all ranks; NCCL does not check that.
+    Tensors may be non-contiguous and empty. Sizes and dtypes must be the same on all ranks; NCCL does not check that.
     """
 
     def __init__(self, rank: int, size: int) -> None:

@@ -1,6 +1,5 @@
 """The backend ``cupy_nccl``: a process group of torch.distributed over CuPy's NCCL, for CUDA tensors.
 
-It launches calls on streams, one by one or coalesced; its Works wait for them; and its watchdog ends calls that hang.
 Tensors on the CPU go to a gloo group beside it, so that ``"cupy_nccl"`` is the same as ``"cpu:gloo,cuda:cupy_nccl"``.
 """
 
@@ -52,8 +51,7 @@ def make_group(arguments: Any, options: Any) -> DeviceRoutedGroup:
     keys = WrittenKeys(arguments.store)
     made = {"cpu": gloo_beside(arguments, keys)}
     makers = {"cuda": lambda: NcclGroup(arguments, library, CudaDevice(), keys)}
-    rank, size = arguments.group_rank, arguments.group_size
-    return DeviceRoutedGroup(rank, size, arguments, _NAME, ("cuda", "cpu"), made=made, makers=makers, keys=keys)
+    return DeviceRoutedGroup(arguments, _NAME, ("cuda", "cpu"), made=made, makers=makers, keys=keys)
 
 
 class NcclGroup(CollectiveGroup):
@@ -76,7 +74,7 @@ class NcclGroup(CollectiveGroup):
 
     def __init__(self, arguments: Any, library: Any, nccl_device: CudaDevice, keys: WrittenKeys) -> None:
         rank, size = arguments.group_rank, arguments.group_size
-        super().__init__(rank, size, arguments, _NAME, ("cuda",))
+        super().__init__(arguments, _NAME, ("cuda",))
         seconds = self._timeout.total_seconds()
         self._place = f"rank {rank} of {size}, group {self._group_name!r}"
         self._device = nccl_device
@@ -297,7 +295,10 @@ class NcclWork(PythonWork):
             stream.wait_event(event)
         seconds = timeout.total_seconds() if timeout is not None else 0.0
         if seconds > 0 or self._blocks:
-            self._wait_on_host(seconds)
+            done, check, limit = self._operation.done, self._operation.check, seconds if seconds > 0 else None
+            if not progress_engine(os.getpid()).wait_until(done, check, seconds=limit, nap=_NAP_SECONDS):
+                raise CommunicationError(f"{self._operation.what} is not over after {seconds:g} s")
+            check()
         return True
 
     def is_completed(self) -> bool:
@@ -335,22 +336,14 @@ class NcclWork(PythonWork):
             self._future = future
         return self._future
 
-    def _wait_on_host(self, seconds: float) -> None:
-        operation = self._operation
-        if not progress_engine(os.getpid()).wait_until(
-            operation.done, operation.check, seconds=seconds if seconds > 0 else None, nap=_NAP_SECONDS
-        ):
-            raise CommunicationError(f"{operation.what} is not over after {seconds:g} s")
-        self._operation.check()
-
 
 class Watchdog:
     """Watches the operations of one group that are under way, and fails the group if one hangs.
 
-    NCCL has no timeout: it waits on the device, while the host goes on. So a thread looks for asynchronous errors of
-    NCCL, and for calls that take longer than the timeout. If there is one, it aborts the group's communicators. The
-    device then goes on with wrong numbers, and every later call and ``wait()`` of the group raises. It is not
-    guaranteed that no step is computed with these numbers in between. The lock ``calls`` is held while NCCL is called.
+    NCCL has no timeout, so a thread looks for its asynchronous errors, and for calls that take longer than the timeout.
+    If there is one, it aborts the communicators. The device then goes on with wrong numbers, and every later call and
+    ``wait()`` of the group raises; a step may be computed with these numbers in between. The lock ``calls`` is held
+    while NCCL is called.
     """
 
     def __init__(self, communicators: Communicators, place: str, timeout: float, calls: threading.RLock) -> None:

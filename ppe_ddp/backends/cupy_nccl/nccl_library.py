@@ -1,8 +1,7 @@
 """NCCL: loads CuPy's, tells the versions of torch's and CuPy's, and has NCCL's numbers for dtypes and reductions.
 
-CuPy has no names for float8, and older ones have none for bfloat16 and the average. `torch.cuda.nccl.version()` is the
-version that torch was compiled with; the loaded library may be newer, as pip can upgrade it without torch, for example
-to let ranks share a GPU.
+`torch.cuda.nccl.version()` is the version that torch was compiled with; the loaded library may be newer, as pip can
+upgrade it without torch, for example to let ranks share a GPU.
 """
 
 from __future__ import annotations

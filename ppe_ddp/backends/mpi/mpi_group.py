@@ -1,13 +1,9 @@
-"""A process group of torch.distributed over mpi4py: the backend ``mpi4py``.
-
-All parts of torch that use a process group work: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
-"""
+"""A process group of torch.distributed over mpi4py: the backend ``mpi4py``."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from os import getpid
 from typing import Any
 
@@ -18,7 +14,7 @@ from torch.distributed import Work
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends
-from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup
+from ppe_ddp.backends.group import PendingGroup
 from ppe_ddp.backends.group_internals import backends_being_made
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.mpi.mpi_job import install_job_hooks, mismatch
@@ -43,24 +39,24 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show the backends of the group.
     """
-    if options is not None and not isinstance(options, MpiOptions):
+    options = options or MpiOptions()
+    if not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
-    wanted = backends_being_made()
-    world, agreed = MPI.COMM_WORLD, (options or MpiOptions()).agreed()
+    wanted, world = backends_being_made(), MPI.COMM_WORLD
     progress_engine(getpid()).expect(world.Get_size())
     ranks, keys = list(arguments.global_ranks_in_group), WrittenKeys(arguments.store)
     if ranks:
         _check_world(dist.get_rank(), dist.get_world_size())
-        # The tag distinguishes groups that several threads make at the same time.
-        tag = zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS
-        turn = await_members(arguments, ranks, agreed, keys)
-        comm = sub_communicator(world, ranks, tag)
     else:
         _check_world(arguments.group_rank, arguments.group_size)
-        turn = await_members(arguments, range(arguments.group_size), agreed, keys)
+    turn = await_members(arguments, ranks or range(arguments.group_size), options.agreed(), keys)
+    if ranks:
+        # The tag distinguishes groups that several threads make at the same time.
+        comm = sub_communicator(world, ranks, zlib.crc32(arguments.group_id.encode()) % _FEWEST_TAGS)
+    else:
         install_job_hooks(together=True)
         comm = world.Dup()
-    own = MpiProcessGroup(comm, arguments, options or MpiOptions(), keys.under(f"ppe_ddp/mpi/{turn}"))
+    own = MpiProcessGroup(comm, arguments, options, keys.under(f"ppe_ddp/mpi/{turn}"))
     return beside_other_backends(own, wanted, arguments)
 
 
@@ -79,12 +75,11 @@ class MpiProcessGroup(PendingGroup):
     """A group over one MPI communicator. It is made by torch.distributed.
 
     No call waits inside MPI. On several nodes, or with ``MpiOptions(thread=True)``, calls also advance on a thread. An
-    error for different sizes is not guaranteed: MPI may compute wrong numbers, or the wait ends at the timeout. An
-    interrupt (Ctrl-C) gives the group up if it comes while this rank does its part; else the collective is still in
-    flight.
+    error for different sizes is not guaranteed: MPI may compute wrong numbers, or the wait ends at the timeout. Ctrl-C
+    gives the group up if it comes while this rank does its part; else the collective is still in flight.
 
-    Every method that torch calls takes tensors of any dtype, on CPU or CUDA, contiguous or not. Dtypes that MPI cannot
-    sum (float16, bfloat16, float8) are summed in float32 and rounded once.
+    Tensors may have any dtype, on CPU or CUDA, contiguous or not. Dtypes that MPI cannot sum (float16, bfloat16,
+    float8) are summed in float32 and rounded once.
     """
 
     def __init__(self, comm: MPI.Intracomm, arguments: Any, options: MpiOptions, keys: WrittenKeys) -> None:
@@ -111,33 +106,23 @@ class MpiProcessGroup(PendingGroup):
             network_thread(getpid())
         install_job_hooks()
 
-    def shutdown(self) -> None:
-        """Free the communicator; called by ``destroy_process_group`` on every rank of the group."""
-        if self._closed:
-            return
-        self._closed = True
-        is_idle = False
-        with suppress(CommunicationError):  # the group was given up
-            self._over.drain(DRAIN_SECONDS)
-            self._waits.check("destroy_process_group")
-            is_idle = True
+    def _disconnect(self, *, is_idle: bool) -> None:
         # Calls in flight advance in calls of other groups, and at the exit. If the communicator were freed, another
         # group could get its number, and the messages for this one.
-        if is_idle and not MPI.Is_finalized():
+        if is_idle and not self._waits.is_given_up() and not MPI.Is_finalized():
             for wire, _ in self._wires.values():
                 wire.comm.Free()
 
     def abort(self) -> None:
-        """Give the group up without waiting; other ranks leave their waits in it with an error."""
         self._closed = True
         if not MPI.Is_finalized():
-            self._waits.give_up("it has called abort()")
+            super().abort()
 
     def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
         """Free the communicators, after all ranks have given the group up; see :class:`PythonGroup`."""
         if not MPI.Is_finalized():
             release({} if self._wire.has_messages else self._wires, exchange)
-        self._keys.delete_all()
+        super().release(exchange)
 
     def _run(self, what: str, call: Callable[..., Any], rows: Iterable[tuple[Any, ...]], result: Any) -> Work:
         if not self._has_cuda:

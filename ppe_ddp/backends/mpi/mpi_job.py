@@ -94,10 +94,8 @@ def install_job_hooks(*, together: bool = False) -> None:
     From then on, an uncaught exception prints its traceback and ends all ranks. A normal exit waits for the other ranks
     without using a core. ``os._exit()`` bypasses both.
 
-    ``sys.exit(1)`` on one rank ends the job at once if it was started by ``mpirun python -m mpi4py script.py``. With a
-    plain ``mpirun python script.py`` it does not, and ranks that wait for that rank wait until their timeout. Python
-    passes an uncaught SystemExit neither to ``sys.excepthook`` nor to ``atexit``, so nothing in the process can tell it
-    from a normal exit.
+    ``sys.exit(1)`` on one rank ends the job at once only under ``mpirun python -m mpi4py script.py``: Python passes an
+    uncaught SystemExit neither to ``sys.excepthook`` nor to ``atexit``.
 
     The exit can wait for all ranks only if every rank of MPI's world makes this call with ``together``.
     """
@@ -120,9 +118,9 @@ def _abort(code: int = 1) -> None:
 def rendezvous(url: str, timeout: timedelta | None) -> tuple[TCPStore, int, int]:
     """Make one store that all ranks of MPI's world share; all these ranks must call it together.
 
-    Rank 0 serves the store on a free port: on the loopback interface if all ranks are on one machine, else on all
-    interfaces. It sends its address to the other ranks over MPI. ``url`` is ``mpi://``, with a ``rank`` or
-    ``world_size`` in its query if the user gave them. Returns the store, and MPI's rank and number of ranks.
+    Rank 0 serves the store on a free port: on the loopback interface if all ranks are on one machine, else on all.
+    ``url`` is ``mpi://``, with a ``rank`` or ``world_size`` in its query if the user gave them. Returns the store, and
+    MPI's rank and number of ranks.
 
     Raises:
         CommunicationError: The launcher belongs to another MPI library.

@@ -25,7 +25,8 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ppe_ddp.waiting import progress_engine
+from ppe_ddp.backends.wire import MessageInFlight
+from ppe_ddp.waiting import InFlight, progress_engine
 
 Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
@@ -61,7 +62,7 @@ Call = list[Any]
 """The name of a collective and its arguments as JSON values; of tensors the number and dtype of their elements."""
 
 
-class MpiCall:
+class MpiCall(InFlight):
     """A collective of MPI in flight; ``at_end`` is called once, when it has ended."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
@@ -78,12 +79,9 @@ class MpiCall:
         self.memory = ()
         return True
 
-    def block(self) -> None:
-        """Do nothing: it advances only in calls."""
 
-
-class MpiMessage:
-    """A message over MPI; ``request`` returns its MPI request, or None as long as it cannot be started.
+class MpiMessage(MessageInFlight):
+    """A message over MPI; ``request`` makes its MPI request, or returns None if it cannot be started yet.
 
     ``start_in_turn`` starts this message, and others, as far as their order allows.
     """
@@ -133,17 +131,9 @@ class MpiMessage:
                     self.memory = self._make = None
             return self._is_done
 
-    def block(self) -> None:
-        """Do nothing: it advances only in calls."""
-
 
 class MpiWire:
-    """See :class:`~ppe_ddp.backends.wire.Wire`.
-
-    Args:
-        piece_bytes: The size of pieces in which large collectives are begun one after another, so that they stay in the
-            cache; 0 to send them whole.
-    """
+    """See :class:`~ppe_ddp.backends.wire.Wire`."""
 
     dtypes = frozenset(_DATATYPES)
 
@@ -169,7 +159,7 @@ class MpiWire:
             call = self.all_gather(rows, flat)
             call.at_end = partial(_EXTREMES[kind], rows, 0, out=flat)
             return call
-        return self._all_reduce(flat, _DATATYPES[flat.dtype], _OPS[kind])
+        return self._all_reduce(flat, kind.name)
 
     def broadcast(self, flat: Tensor, root: int) -> MpiCall:
         return self._begun(self.comm.Ibcast(_byte_buffer(flat), root), (flat,), "broadcast", flat, root)
@@ -240,9 +230,10 @@ class MpiWire:
         call: MpiCall = getattr(self, "_all_reduce" if name == "all_reduce" else name)(*map(_read, words))
         return call
 
-    def _all_reduce(self, flat: Tensor, datatype: MPI.Datatype, op: MPI.Op) -> MpiCall:
-        request = self.comm.Iallreduce(MPI.IN_PLACE, (_byte_buffer(flat)[0], flat.numel(), datatype), op)
-        return self._begun(request, (flat,), "all_reduce", flat, datatype, op)
+    def _all_reduce(self, flat: Tensor, kind: str) -> MpiCall:
+        memory = _byte_buffer(flat)[0], flat.numel(), _DATATYPES[flat.dtype]
+        request = self.comm.Iallreduce(MPI.IN_PLACE, memory, _OPS[getattr(_Kind, kind)])
+        return self._begun(request, (flat,), "all_reduce", flat, kind)
 
     def _begun(self, request: MPI.Request, memory: tuple[Tensor, ...], *call: Any) -> MpiCall:
         self.count += 1
@@ -275,9 +266,8 @@ class MpiWire:
 def release(wires: Mapping[str, tuple[MpiWire, Sequence[int]]], exchange: Callable[[str, Any], list[Any]]) -> None:
     """Free the communicators of a group; all its ranks call this together, when all have given the group up.
 
-    ``wires`` has the wires by name, each with its ranks in the group; the first one is that of the whole group. A name
-    stands for the same wire on all its ranks. If a rank lacks a wire, it is not freed. ``exchange(name, word)`` returns
-    the words of all ranks, and raises CommunicationError if not all ranks have come.
+    ``wires`` has the wires by name, which is the same on all ranks of the wire, each with its ranks in the group. If a
+    rank lacks a wire, it is not freed. ``exchange`` is that of :meth:`PythonGroup.release`.
     """
     with progress_engine(os.getpid()).lock:
         own = {name: wire.count for name, (wire, _) in wires.items()}
@@ -307,13 +297,9 @@ def _end(wire: MpiWire, begun: Sequence[list[Call]]) -> None:
         kept = [(tensor, tensor.clone()) for call in wire.left for tensor in call.memory]
         made_up = [wire.make_up(calls) for calls in steps[len(begun[wire.comm.Get_rank()]) :]]
     under_way = [*wire.left, *made_up]
-
-    def is_done() -> bool:
-        # Ask every one, so that each advances.
-        return all([call.done() for call in under_way])
-
     try:
-        if progress.wait_until(is_done, seconds=_RELEASE_SECONDS):
+        # The list asks every one, so that each advances.
+        if progress.wait_until(lambda: all([call.done() for call in under_way]), seconds=_RELEASE_SECONDS):
             wire.comm.Free()
     except MPI.Exception:  # lengths differ, for instance, as a rank had called another collective
         pass
@@ -351,24 +337,15 @@ def _byte_buffer(tensor: Tensor) -> Buffer:
 
 
 def _written(word: Any) -> Any:
-    if isinstance(word, MPI.Datatype):
-        return {"datatype": word.py2f()}
-    if isinstance(word, MPI.Op):
-        return {"op": word.py2f()}
     if isinstance(word, tuple):
         numel, dtype = word
         return {"numel": numel, "dtype": str(dtype).removeprefix("torch.")}
-    return word if isinstance(word, str | int) else list(word)
+    return word
 
 
 def _read(word: Any) -> Any:
-    match word:
-        case {"datatype": number}:
-            return MPI.Datatype.f2py(number)
-        case {"op": number}:
-            return MPI.Op.f2py(number)
-        case {"numel": numel, "dtype": name}:
-            return torch.zeros(numel, dtype=getattr(torch, name), device="cpu")
+    if isinstance(word, dict):
+        return torch.zeros(word["numel"], dtype=getattr(torch, word["dtype"]), device="cpu")
     return word
 
 

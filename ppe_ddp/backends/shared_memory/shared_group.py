@@ -23,7 +23,6 @@ from torch.distributed import ReduceOp
 from ppe_ddp.backends.collective_arguments import overlap
 from ppe_ddp.backends.mpi import MpiOptions
 from ppe_ddp.backends.shared_memory.shared_reservation import (
-    ADDRESS_BYTES,
     TOKEN_BYTES,
     Address,
     ControlPage,
@@ -36,18 +35,16 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
     NodeLayout,
+    NodeSumStep,
     ReduceScatterStep,
     Step,
+    TwoLevelAllGatherStep,
+    TwoLevelAllReduceStep,
+    TwoLevelReduceScatterStep,
     pieces,
     supports,
 )
 from ppe_ddp.backends.shared_memory.step_queue import HierarchicalReduction, SharedLink, SliceLink, StepQueue
-from ppe_ddp.backends.shared_memory.two_level_steps import (
-    NodeSumStep,
-    TwoLevelAllGatherStep,
-    TwoLevelAllReduceStep,
-    TwoLevelReduceScatterStep,
-)
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.work import Work
 
@@ -82,13 +79,11 @@ class SharedMemoryGroup:
         self._piece_bytes = options.shared_piece_bytes
         self._kept: dict[Any, Sequence[Step]] = {}
         self._makers: dict[str, Callable[..., Made]] = {}
-        # The ranks of each node, if there are several nodes, and either ranks share memory or each is alone on a node;
-        # else empty. The same on every rank.
+        # The ranks of each node, if there are several, and ranks share memory or each is alone on a node; else empty.
         self.nodes: tuple[tuple[int, ...], ...] = ()
         # Runs the collectives in shared memory; None if some ranks of a node cannot share memory.
         self.queue: StepQueue | None = None
-        # For :meth:`sum_ranges`, the connections to other nodes, one for each slice of this rank; none on one node, or
-        # without shared memory.
+        # For :meth:`sum_ranges`, a connection to other nodes for each slice of this rank; none without shared memory.
         self.links: list[SliceLink] = []
         if link.size > 1 and is_enabled:
             try:
@@ -105,12 +100,11 @@ class SharedMemoryGroup:
     def _connect(self) -> None:
         """Map the reservations of the ranks of this node, and connect the nodes; all ranks of the group call this.
 
-        No rank uses shared memory if some rank cannot map those of its node, or no node has several ranks. Each rank
-        logs the reason: once as a warning, if ranks of one node should be able to share memory.
+        No rank uses shared memory if some rank cannot map those of its node, or no node has several ranks.
         """
         link = self._link
         own: SharedMemory | None = None
-        position, packed, reason = -1, bytes(ADDRESS_BYTES), ""
+        position, reason = -1, ""
         try:
             own = shared_memory()
             position = control_pages().take()
@@ -161,12 +155,10 @@ class SharedMemoryGroup:
         return self.nodes[node][0] if len(self.nodes[node]) == 1 else None
 
     def start(self, what: str, *tensors: Tensor, kind: Any = None, source: int | None = None) -> Work | None:
-        """Begin a collective of CPU tensors; by cached steps if it has come with the same memory before.
+        """Begin a collective of CPU tensors; None, without effect, if they do not go through shared memory.
 
-        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, with tensors as :class:`Collectives`
-        takes them. ``kind`` is the operation, ``ReduceOp.op``. ``source`` is for an all-reduce: the number of the only
-        node, in :attr:`nodes`, whose tensors are not zero. Returns None, and does nothing, if these tensors do not go
-        through shared memory.
+        ``what`` is ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``, with arguments as in
+        :class:`Collectives`; ``kind`` is ``ReduceOp.op``.
         """
         queue = self.queue
         if queue is None or what not in self._makers:
@@ -248,9 +240,8 @@ class SharedMemoryGroup:
     def _admits(self, whole: Tensor, kind: Any) -> bool:
         """Whether ``whole`` goes through shared memory, by its size and dtype, which are the same on all ranks."""
         dtype = whole.dtype
-        if whole.nbytes < self._smallest_bytes or (kind is not None and dtype is torch.bool):
-            return False
-        if dtype.is_complex and kind == _Kind.MAX:
+        is_undefined = (kind is not None and dtype is torch.bool) or (kind == _Kind.MAX and dtype.is_complex)
+        if is_undefined or whole.nbytes < self._smallest_bytes:
             return False
         return supports(_real(dtype), _Kind.SUM if kind is None else kind)
 

@@ -1,11 +1,9 @@
 """Shared memory of one node: one reservation a process, which the other processes map as a whole.
 
-    rank 0   |== bucket ==|      |== control ==|     ...     a memfd as large as the machine's memory if all ranks' fit
-    rank 1   |== control ==|  |==== bucket ====|     ...     into one process, and sparse: what is touched takes memory
-
-A peer maps the reservation once. So a position identifies a tensor in it for all processes, and allocating one needs no
-agreement. The file has no name, and is opened by PID and descriptor, so nothing is left of a killed process. Only
-processes of the same user can open it. It begins with a token, as the same PID may be another process in a container.
+It is a memfd as large as the machine's memory, if those of all ranks fit into one process, and sparse: what is touched
+takes memory. So a position identifies a tensor in it for all processes, and allocating one needs no agreement. The file
+has no name, and is opened by PID and descriptor, so nothing is left of a killed process. Only processes of the same
+user can open it. It begins with a token, as the same PID may be another process in a container.
 
 Each rank has a control page for each group, in which the others see its progress:
 
@@ -55,7 +53,6 @@ class Address:
 
     @property
     def path(self) -> str:
-        """The path by which other processes of this node may open the file."""
         return path_of(self.pid, self.descriptor)
 
     def packed(self, position: int) -> bytes:
@@ -96,7 +93,7 @@ class SharedMemory:
         )
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve zeros that are never freed, as other processes may read them at any time; returns their position."""
+        """Reserve zeros that are never freed, as other processes may read them; returns their position."""
         return self._take(_whole_pages(nbytes))
 
     def position(self, tensor: Tensor) -> int:
@@ -124,10 +121,8 @@ class SharedMemory:
         """Whether the owner of a reservation has ended, or is a zombie."""
         try:
             os.stat(address.path)
-        except FileNotFoundError:
-            return True
-        except OSError:  # not accessible, for instance as it has changed its user
-            return False
+        except OSError as error:  # another one if it is not accessible, for instance as it has changed its user
+            return isinstance(error, FileNotFoundError)
         return False
 
     def _take(self, nbytes: int) -> int:

@@ -5,11 +5,8 @@
     when all have: the step is complete
 
 In a group of several nodes these are the ranks of one node. Between ``arrived`` and ``done`` each rank's slices are
-summed over the nodes (``two_level_steps.py``); it has done its part when the results have come.
-
-A step advances in any call of the backend of this process, and in between only if a thread makes such calls. So a rank
-that has launched its bucket goes on with its backward, and waits for the others at the end. A step whose tensor lies in
-other memory is published when there is room to copy it into shared memory; later steps wait behind it.
+summed over the nodes; it has done its part when the results have come. A step whose tensor lies in other memory is
+published when there is room to copy it into shared memory; later steps wait behind it.
 """
 
 from __future__ import annotations
@@ -29,8 +26,17 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
-from ppe_ddp.backends.shared_memory.shared_steps import NodeLayout, Region, Scratch, Step, describe_record
-from ppe_ddp.backends.shared_memory.two_level_steps import Crossing, NodeSumStep, TwoLevelStep, WireMemory
+from ppe_ddp.backends.shared_memory.shared_steps import (
+    Crossing,
+    NodeLayout,
+    NodeSumStep,
+    Region,
+    Scratch,
+    Step,
+    TwoLevelStep,
+    WireMemory,
+    describe_record,
+)
 from ppe_ddp.backends.wire import Wire
 from ppe_ddp.backends.work import CallQueue, Waits, WireCall, Work, one_call
 from ppe_ddp.errors import CommunicationError
@@ -44,15 +50,14 @@ _arrived, _done, _closed, _acting = map(itemgetter, (_ARRIVED, _DONE, _CLOSED, _
 _STAGES = 2  # pieces of tensors in other memory that are in flight at a time
 
 
-PartListener = Callable[[str, str, int, int], None]
-"""Called with ``"node"`` or ``"wire"``, the step's number, its begin by ``perf_counter_ns()``, and its bytes; in any
-thread."""
-
-
 class StepParts:
-    """The listener for the parts of each step, and their times, if there is one."""
+    """The listener for the parts of each step, if there is one.
 
-    listener: ClassVar[PartListener | None] = None
+    It is called, in any thread, with ``"node"`` or ``"wire"``, the step's number, its begin by ``perf_counter_ns()``,
+    and its bytes.
+    """
+
+    listener: ClassVar[Callable[[str, str, int, int], None] | None] = None
 
     @classmethod
     def end(cls, kind: str, number: int, begin: int, nbytes: int) -> None:
@@ -106,8 +111,8 @@ class StepQueue:
         self._layout = layout
         own = layout.own_slices if len(layout.nodes) > 1 else range(0)
         self._links = [link.join(index, layout.owners(index)) for index in own]
-        # Further wires to the other nodes, one for each slice that this rank owns, for :class:`SliceLink`. Its
-        # calls may come between the group's collectives in another order on each rank.
+        # Further wires for :class:`SliceLink`, as its calls may come between the group's collectives in another order
+        # on each rank.
         self.links_of_callers = [link.join(layout.slices + index, layout.owners(index)) for index in own]
         self._waits = link.waits
         self._progress = link.progress
@@ -144,13 +149,10 @@ class StepQueue:
         return launched
 
     def work(self, launched: Sequence[LaunchedStep]) -> Work:
-        """The Work of a collective's steps.
-
-        Its ``wait()`` also raises CommunicationError, on all ranks, if their sizes or dtypes differ.
-        """
+        """The Work of a collective; ``wait()`` raises CommunicationError, on all ranks, if sizes or dtypes differ."""
         last = launched[-1]
         poll, absent = partial(self.has_ended, launched), partial(self.absent, last)
-        work = Work(launched[0].step.title, self._waits, poll, absent=absent)
+        work = Work(last.step.title, self._waits, poll, absent=absent)
         work.ask_transport = partial(setattr, last, "at_end")
         return work
 
@@ -307,9 +309,7 @@ class StepQueue:
     def _compute(self, launched: LaunchedStep) -> None:
         begin = 0 if StepParts.listener is None else perf_counter_ns()
         step, place = launched.step, _RECORDS + launched.number % _PLACES * _WIDTH
-        records: list[list[int]] = []
-        for page in self._controls:
-            records.append(page[place : place + _WIDTH].tolist())
+        records: list[list[int]] = [page[place : place + _WIDTH].tolist() for page in self._controls]
         if records != step.records:
             if any(one[2:] != records[0][2:] for one in records):
                 launched.error = self._mismatch(records)
@@ -367,7 +367,7 @@ class StepQueue:
 
 
 class HierarchicalReduction:
-    """One reduction of ``flat`` in flight; ``summed`` is the Work of its first part."""
+    """One reduction of ``flat`` in flight, over nodes by its caller; ``summed`` is the Work of its first part."""
 
     def __init__(self, queue: StepQueue, waits: Waits, flat: Tensor, step: NodeSumStep) -> None:
         self._queue = queue

@@ -96,9 +96,8 @@ class GlooWire:
     """See :class:`~ppe_ddp.backends.wire.Wire`.
 
     Args:
-        groups: Gloo groups of these ranks. The wire has the only references, with which the connections end. A group
-            has two threads, each of which runs one collective at a time; broadcasts of several roots use several
-            groups.
+        groups: Gloo groups of these ranks. The wire has the only references, with which the connections end. As a
+            group has two threads, each for one collective, broadcasts of several roots use several groups.
     """
 
     dtypes = frozenset((torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64))
@@ -186,12 +185,10 @@ def _is_done(call: GlooCall) -> bool:
 
 
 def close_given_up(groups: list[ProcessGroup]) -> None:
-    """Drop process groups, and abort gloo groups that do not end by themselves; empties the list.
+    """Drop process groups, in a thread, and abort gloo groups that do not end by themselves; empties the list.
 
     Operations that all ranks have begun get five seconds to complete: if a large all-gather is aborted, torch frees
-    memory that gloo still uses. Operations that some ranks have not begun never complete.
-
-    It runs in a thread, as the end of a group waits for its operations in flight.
+    memory that gloo still uses.
     """
     ending = groups.copy()
     groups.clear()
@@ -200,10 +197,7 @@ def close_given_up(groups: list[ProcessGroup]) -> None:
 
 
 class _Closings:
-    """The threads that close groups of this process.
-
-    They end before Python does: a thread that frees gloo's tensors later would abort the process.
-    """
+    """The threads that close groups; one that frees gloo's tensors after Python's end would abort the process."""
 
     def __init__(self) -> None:
         self._is_exit = threading.Event()

@@ -1,13 +1,9 @@
-"""A process group of torch.distributed over shared memory within a node, and gloo otherwise: the backend ``shm``.
-
-All parts of torch that use a process group work: DistributedDataParallel and its hooks, DTensor, FSDP2, DCP.
-"""
+"""A process group of torch.distributed over shared memory within a node, and gloo otherwise: the backend ``shm``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,12 +13,11 @@ from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.collective_arguments import HostMemory
 from ppe_ddp.backends.device_routed_group import DeviceRoutedGroup, beside_other_backends, copied_arguments, gloo_beside
-from ppe_ddp.backends.group import DRAIN_SECONDS, PendingGroup, ended_at_exit
+from ppe_ddp.backends.group import PendingGroup, ended_at_exit
 from ppe_ddp.backends.group_internals import backend_for, backends_being_made
 from ppe_ddp.backends.rank_store import WrittenKeys, await_members
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.shm.gloo_wire import GlooWire
-from ppe_ddp.errors import CommunicationError
 from ppe_ddp.waiting import background_thread, progress_engine
 
 _MORE_TIME = timedelta(seconds=60)  # added to gloo's timeout, whose error names no rank and ends its connections
@@ -30,16 +25,12 @@ _SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does n
 
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
-    """Make a group; only its ranks must call this, together. Errors are those of the backend mpi4py.
-
-    If the user wants other backends for some devices (``"cpu:shm,cuda:nccl"``), the group holds an inner group for
-    each.
-    """
-    if options is not None and not isinstance(options, ShmOptions):
+    """Make a group, as of the backend mpi4py; only its ranks must call this, together."""
+    options = options or ShmOptions()
+    if not isinstance(options, ShmOptions):
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
     wanted = backends_being_made()
     ranks = list(arguments.global_ranks_in_group) or list(range(arguments.group_size))
-    options = options or ShmOptions()
     keys = WrittenKeys(arguments.store)
     turn = await_members(arguments, ranks, options, keys)
     own = ShmProcessGroup(arguments, options, keys.under(f"ppe_ddp/shm/{turn}"))
@@ -50,10 +41,9 @@ class ShmProcessGroup(PendingGroup):
     """A group whose ranks share memory if they can. It is made by torch.distributed.
 
     Ranks of one node run all-reduces (sums, means and maxima) in shared memory; with ``ShmOptions.shared_parts`` also
-    reduce-scatters and all-gathers. Other collectives go by gloo. If memory cannot be shared, everything goes by gloo:
-    between nodes, in isolated containers, under some limits. The ranks agree on that when the group is made. If ranks
-    of one node cannot share memory, each rank warns once of the reason. Collectives also advance on a thread while this
-    process makes no call of the backend.
+    reduce-scatters and all-gathers. All else goes by gloo, and everything where memory cannot be shared: between nodes,
+    in isolated containers, under some limits. Each rank then warns once of the reason, if it should be possible.
+    Collectives also advance on a thread while this process makes no call of the backend.
     """
 
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
@@ -73,25 +63,9 @@ class ShmProcessGroup(PendingGroup):
             background_thread(self._pid)
         ended_at_exit(self._pid).add(self)
 
-    def shutdown(self) -> None:
-        """End the connections; called by ``destroy_process_group`` on every rank of the group."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        with suppress(CommunicationError):  # the group was given up
-            self._over.drain(DRAIN_SECONDS)
+    def _disconnect(self, *, is_idle: bool) -> None:
         self._shared.close()
         self._wire.close()
-
-    def abort(self) -> None:
-        """Give the group up without waiting; other ranks leave their waits in it with an error."""
-        if os.getpid() == self._pid:
-            self._closed = True
-            self._waits.give_up("it has called abort()")
-
-    def release(self, exchange: Callable[[str, Any], list[Any]]) -> None:
-        """Delete this rank's keys in the store; see :class:`PythonGroup`."""
-        self._keys.delete_all()
 
     def end(self) -> None:
         """End gloo's connections at the exit of Python, unless a call is in flight: ending would wait for it."""
