@@ -168,19 +168,6 @@ class Region(NamedTuple):
         return torch.frombuffer(self.space, dtype=dtype, count=count, offset=offset)
 
 
-class Scratch:
-    """Memory in which half precision is summed in float32, kept from step to step."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
-
-    def take(self, numel: int) -> Tensor:
-        """Memory for ``numel`` elements, with arbitrary contents."""
-        if self._memory.numel() < numel:
-            self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
-        return self._memory[:numel]
-
-
 class WireMemory:
     """Memory for messages between nodes; some is kept, as fresh memory costs page faults."""
 
@@ -269,7 +256,7 @@ class Step(ABC):
         self._views = list(self._cut(regions)) if self.local.numel() else []
 
     @abstractmethod
-    def act(self, scratch: Scratch) -> None:
+    def act(self, scratch: Tensor) -> None:
         """Do this rank's part, after all ranks have published; no rank changes a tensor before all have acted."""
 
     def finish(self) -> None:
@@ -317,7 +304,7 @@ class AllReduceStep(Step):
         if start < stop:
             yield from columns(self.local[start:stop], *self._of_others(regions, start, stop - start))
 
-    def act(self, scratch: Scratch) -> None:
+    def act(self, scratch: Tensor) -> None:
         for own, *others in self._views:
             _reduce(own, own, others, self.kind, scratch)
             for other in others:
@@ -346,7 +333,7 @@ class ReduceScatterStep(Step):
         own = self.local[self.layout.rank]
         return columns(self._result, own, *self._of_others(regions, 0, own.numel(), self.layout.rank))
 
-    def act(self, scratch: Scratch) -> None:
+    def act(self, scratch: Tensor) -> None:
         for result, own, *others in self._views:
             _reduce(result, own, others, self.kind, scratch)
 
@@ -375,7 +362,7 @@ class AllGatherStep(Step):
             elif row.data_ptr() != share.data_ptr():
                 yield row, share
 
-    def act(self, scratch: Scratch) -> None:
+    def act(self, scratch: Tensor) -> None:
         for row, source in self._views:
             row.copy_(source)
 
@@ -383,7 +370,7 @@ class AllGatherStep(Step):
 class TwoLevelStep(Step):
     """A step of a group of several nodes, in two parts: :meth:`cross` and :meth:`spread`."""
 
-    def act(self, scratch: Scratch) -> None:
+    def act(self, scratch: Tensor) -> None:
         """Do nothing: :meth:`cross` and :meth:`spread` do the work."""
 
     @abstractmethod
@@ -604,6 +591,11 @@ def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return columns(*tensors, width=min(most, -(-width // line) * line))
 
 
+def new_scratch() -> Tensor:
+    """Memory in which columns of half precision are summed in float32."""
+    return torch.empty(_CHUNK_BYTES // 2, dtype=torch.float32, device="cpu")
+
+
 def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
     """Cut the tensors along their columns, at most ``width`` at a time; by default as many as stay in the cache."""
     width = width or max(1, _CHUNK_BYTES // tensors[0].itemsize)
@@ -612,10 +604,10 @@ def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(width, dim=-1) for tensor in tensors), strict=True)
 
 
-def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Scratch) -> None:
+def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Tensor) -> None:
     """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; half precision in float32, rounded once."""
     is_wide = result.dtype in _HALVES and (kind == _Kind.AVG or len(others) > 1)
-    total = scratch.take(own.numel()) if is_wide else result
+    total = scratch[: own.numel()] if is_wide else result
     sum_up(total, own, others, kind)
     divide(total, kind, len(others) + 1)
     if is_wide:
