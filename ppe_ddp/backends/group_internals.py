@@ -116,7 +116,7 @@ def backend_for(group: ProcessGroup, device: torch.device) -> Any:
 
 
 def nodes_of(group: ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each node, if ``group`` spans several; none for one node. In torch's backends each rank counts."""
+    """The ranks of each node, if ``group`` spans several; none if all share memory. In torch's backends each is one."""
     backend = node_backend(group, torch.device("cpu"))
     if backend is None:
         return tuple((rank,) for rank in range(dist.get_world_size(group)))

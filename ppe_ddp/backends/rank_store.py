@@ -390,11 +390,16 @@ def exchange(
             "a rank that alone has one evaluates it in torch.no_grad()",
             absent,
         )
-    written: deque[WrittenKeys] = kept_with(group, deque)
+    written = kept_with(group, _stores_of_exchanges)
     written.append(store)
     while len(written) > _LAST:
         written.popleft().delete_all()
     return list(outcome.words)
+
+
+def _stores_of_exchanges() -> deque[WrittenKeys]:
+    """The stores of one group's last exchanges, whose keys still exist."""
+    return deque()
 
 
 def first_unused(is_used: Callable[[int], bool]) -> int:

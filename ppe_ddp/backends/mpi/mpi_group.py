@@ -39,7 +39,7 @@ def make_group(arguments: Any, options: MpiOptions | None) -> MpiProcessGroup | 
         TypeError: ``options`` are those of another backend.
         TorchChangedError: torch does not show the backends of the group.
     """
-    options = options or MpiOptions()
+    options = MpiOptions() if options is None else options
     if not isinstance(options, MpiOptions):
         raise TypeError(f"pg_options for the backend mpi4py are ppe_ddp's MpiOptions, not {type(options).__name__}")
     wanted, world = backends_being_made(), MPI.COMM_WORLD

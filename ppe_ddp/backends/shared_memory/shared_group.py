@@ -8,10 +8,9 @@ allocated at the same place.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -47,6 +46,7 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
 from ppe_ddp.backends.shared_memory.step_queue import HierarchicalReduction, SharedLink, SliceLink, StepQueue
 from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.work import Work
+from ppe_ddp.waiting import each_process
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -264,16 +264,15 @@ def _without_memory() -> bytes:
 
 def _log_reasons(place: str, reasons: Sequence[str], *, is_expected: bool) -> None:
     text = f"{place}: no shared memory, so all goes by messages: {'; '.join(reasons)}"
-    if is_expected or next(_is_told(os.getpid()), True):
+    if is_expected or _told():
         logger.debug("%s", text)
     else:
+        _told().append(text)
         logger.warning("%s. That is right, but slower; with shared_memory=False it is not tried", text)
 
 
-@functools.cache
-def _is_told(_pid: int) -> Iterator[bool]:
-    """Whether this process has warned already: False once."""
-    return iter([False])
+_told: Callable[[], list[str]] = each_process(list)
+"""What this process has warned of already."""
 
 
 def _attach(

@@ -348,17 +348,14 @@ class StepQueue:
         """Finish the steps of which all ranks have done their part; returns whether there were any."""
         held, done, finished = self._held, min(map(_done, self._controls)), self._finished
         while held and held[0].number <= done:
-            self._finish(held.popleft())
+            launched = held.popleft()
+            if launched.is_staged and not launched.error:
+                self._progress.fence()
+                launched.step.finish()
+            self._finished = launched.number
+            if launched.at_end is not None:
+                launched.at_end()
         return self._finished != finished
-
-    def _finish(self, launched: LaunchedStep) -> None:
-        """Copy the result of a step that is complete on all ranks to the user's tensor."""
-        if launched.is_staged and not launched.error:
-            self._progress.fence()
-            launched.step.finish()
-        self._finished = launched.number
-        if launched.at_end is not None:
-            launched.at_end()
 
     def _mismatch(self, records: list[list[int]]) -> str:
         named = zip(self._layout.local, records, strict=True)

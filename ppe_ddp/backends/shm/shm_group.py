@@ -26,7 +26,7 @@ _SLICE_GROUPS = 2  # gloo groups between nodes, so that what a node sends does n
 
 def make_group(arguments: Any, options: ShmOptions | None) -> ShmProcessGroup | DeviceRoutedGroup:
     """Make a group, as of the backend mpi4py; only its ranks must call this, together."""
-    options = options or ShmOptions()
+    options = ShmOptions() if options is None else options
     if not isinstance(options, ShmOptions):
         raise TypeError(f"pg_options for the backend shm are ppe_ddp's ShmOptions, not {type(options).__name__}")
     wanted = backends_being_made()
