@@ -592,8 +592,9 @@ def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def new_scratch() -> Tensor:
-    """Memory in which columns of half precision are summed in float32."""
-    return torch.empty(_CHUNK_BYTES // 2, dtype=torch.float32, device="cpu")
+    """Memory in which columns of half precision are summed in float32; usable if made in inference mode, too."""
+    with torch.inference_mode(False):
+        return torch.empty(_CHUNK_BYTES // 2, dtype=torch.float32, device="cpu")
 
 
 def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
