@@ -30,12 +30,12 @@ from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
-from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
+from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.config import Setup
@@ -53,7 +53,6 @@ from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, 
 logger = logging.getLogger("ppe_ddp")
 
 _ABORTED = 1  # the bit of a rank's status for a backward that has raised, beside NON_FINITE
-_HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 8  # elements, so that a rank's share starts at a multiple of 16 bytes
 _ALIGNED_FOR_NCCL = 1 << 16
 
@@ -82,19 +81,14 @@ class BufferSynchronizer(Synchronizer):
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
         divisors = [groups.world_size * aligned for groups in self.groups]
         self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
+        is_scattered = config.use_distributed_optimizer
+        of_kinds = [self.groups[kind.reduction_group].buckets if is_scattered else None for kind in self.layout.kinds]
         self.buffers = [
-            ParamAndGradBuffer(
-                self.layout,
-                number,
-                self._parameters,
-                self.specs,
-                self._allocator(setup, kind),
-                with_params=config.use_distributed_optimizer,
-            )
-            for number, kind in enumerate(self.layout.kinds)
+            ParamAndGradBuffer(self.layout, number, self._parameters, self.specs, scattered_in=group)
+            for number, group in enumerate(of_kinds)
         ]
         self.pool = MemoryPool(allocator(self.groups[0].buckets))
-        self._buckets = self._make_buckets(scatter=config.use_distributed_optimizer)
+        self._buckets = self._make_buckets(scatter=is_scattered)
         main = {i: slot for b in self._buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(self._parameters, main)
         self._check_finite = config.check_for_nan_in_grad
@@ -102,8 +96,7 @@ class BufferSynchronizer(Synchronizer):
         self.is_split = setup.groups.split_model
         self._failure: PpeDdpError | None = None
         self._error: Exception | None = None
-        self._pending_results: Completion | None = None
-        self._unfinished: Backward | None = None
+        self._pending_results: tuple[Completion, Backward] | None = None
         self._holds_averages = False
         self._numbers: list[Tensor] = []
         self.is_sent = False
@@ -113,11 +106,6 @@ class BufferSynchronizer(Synchronizer):
         if getattr(self, "_pending_results", self) is None:
             for groups in self.groups[1:]:
                 groups.release()
-
-    def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
-        if setup.ddp_config.use_distributed_optimizer:  # a reduce-scatter sends the buffer itself
-            return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
-        return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
 
     def _make_reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
         parameters = self._parameters
@@ -164,9 +152,8 @@ class BufferSynchronizer(Synchronizer):
             buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
         return buckets
 
-    def place_of(self, parameter: nn.Parameter) -> str:
-        """The place of a parameter and of this rank's share in a reduce-scattered bucket; empty if all-reduced."""
-        index = self.gradients.index[id(parameter)]
+    def place_of(self, index: int) -> str:
+        """The place of a gradient and of this rank's share in a reduce-scattered bucket; empty if all-reduced."""
         extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
             return ""
@@ -179,7 +166,7 @@ class BufferSynchronizer(Synchronizer):
     @property
     def unfinished(self) -> Backward | None:
         """The backward whose results :meth:`wait_for_results` waits for, unless it has failed."""
-        backward = self._unfinished
+        _, backward = self._pending_results or (None, None)
         return None if backward is None or backward.phase is Phase.FAILED else backward
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
@@ -292,11 +279,10 @@ class BufferSynchronizer(Synchronizer):
         if EventLog.current is not None:
             for vote in votes:
                 vote.watch(backward.recorder.note_vote)
-        steps = self._finish_results(backward, schedule, votes)
-        self._pending_results = Completion(steps, groups[0].groups)
-        self._pending_results.keep_open()
+        completion = Completion(self._finish_results(backward, schedule, votes), groups[0].groups)
+        completion.keep_open()
+        self._pending_results = completion, backward
         self.is_sent = True
-        self._unfinished = backward
         self.gradients.is_dirty = False
         return bytes(len(self._parameters))  # no averages yet, so no hook of the user's may step
 
@@ -328,12 +314,11 @@ class BufferSynchronizer(Synchronizer):
         if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
             return True
-        is_unfinished = backward is self._unfinished
+        pending = self._pending_results
         has_ended = super().abort(backward, reason)
-        if has_ended and is_unfinished:
-            completion = self._forget_pending_results()
-            assert completion is not None
-            completion.close()
+        if has_ended and pending is not None and pending[1] is backward:
+            self._pending_results = None
+            pending[0].close()
             self.is_sent = False
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
@@ -355,27 +340,24 @@ class BufferSynchronizer(Synchronizer):
 
     def wait_for_results(self) -> None:
         """Wait for the results of the last synchronized backward; keeps errors for :meth:`raise_if_bad`."""
-        completion, backward = self._pending_results, self._unfinished
-        if completion is not None:
-            begin = perf_counter_ns()
-            try:
-                self._forget_pending_results()
-                completion.finish()
-            except BaseException:
-                if not completion.is_done:  # interrupted before it has waited: messages are in flight
-                    self._pending_results, self._unfinished = completion, backward
-                raise
-            if EventLog.current is not None:
-                EventLog.current.add("wait", "for results", begin)
+        pending = self._pending_results
+        if pending is None:
+            return
+        begin = perf_counter_ns()
+        try:
+            self._pending_results = None
+            pending[0].finish()
+        except BaseException:
+            if not pending[0].is_done:  # interrupted before it has waited: messages are in flight
+                self._pending_results = pending
+            raise
+        if EventLog.current is not None:
+            EventLog.current.add("wait", "for results", begin)
 
     def end_step(self, *, is_taken: bool) -> None:
         """Commit the step in all compressors, or revoke it; all ranks of the model do the same, for all chunks."""
         for group in self.reduction_groups:
             (group.comm_state.settle if is_taken else group.comm_state.revoke)()
-
-    def _forget_pending_results(self) -> Completion | None:
-        completion, self._pending_results, self._unfinished = self._pending_results, None, None
-        return completion
 
     def _finish_results(
         self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
@@ -570,7 +552,7 @@ def _reduction_group_of(parameter: nn.Parameter) -> int:
 
 def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
     """The spec of ``main_grad``: that of the parameter, but dense, and in fp32 if ``fp32`` is set."""
-    dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
+    dtype = torch.float32 if fp32 and spec.dtype in HALVES else spec.dtype
     return replace(spec, dtype=dtype, sparse=False)
 
 

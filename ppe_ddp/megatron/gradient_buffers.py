@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
@@ -31,7 +32,7 @@ from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
 from ppe_ddp.engine.gradients import GradientStreams
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import Allocator, allocator, slots_of
+from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec, Plan, Planner
@@ -167,22 +168,23 @@ class ParamAndGradBuffer:
         number: int,
         parameters: Sequence[nn.Parameter],
         specs: Sequence[ParameterSpec],
-        allocate: Allocator,
         *,
-        with_params: bool,
+        scattered_in: ProcessGroup | None,  # sends the buffer itself, and gathers the parameters; None to all-reduce
     ) -> None:
         self.kind = kind = layout.kinds[number]
         size = layout.sizes[number]
         self.buckets = buckets = tuple(bucket for bucket in layout.buckets if bucket.buffer == number)
-        self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
-        if with_params:
-            self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
-            for bucket in buckets:
-                for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
-                    slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
-                    parameters[i].data = slot.copy_(parameters[i].detach())
+        if scattered_in is None:
+            self.grad_data = torch.zeros(size, dtype=kind.grad_dtype, device=kind.device)
+            return
+        self.grad_data = allocator(scattered_in)(size, kind.grad_dtype, kind.device).zero_()
+        self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+        for bucket in buckets:
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
+                parameters[i].data = slot.copy_(parameters[i].detach())
 
     def grads(self, bucket: BucketRange) -> Tensor:
         return self.grad_data.narrow(0, bucket.start, bucket.padded)
@@ -206,7 +208,7 @@ class MainGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
-        self._main = main
+        self.main = main
         self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
         self.streams: GradientStreams | None = None  # the streams that gradients are accumulated on; None on CPUs
         self.revision = 0  # counts synchronizations and zeroings
@@ -239,7 +241,7 @@ class MainGradients:
 
     def discard(self) -> None:
         """Drop the gradients in ``.grad``, and the marks of kernels that add to ``main_grad`` themselves."""
-        for i in self._main:
+        for i in self.main:
             parameter = self._parameters[i]
             if parameter.grad is not None:
                 parameter.grad = None
@@ -249,7 +251,7 @@ class MainGradients:
     def existing(self, reached: Sequence[int] | bytes | bytearray) -> bytearray:
         """One byte a parameter: whether its gradient is expected, accumulated, or still in ``.grad``."""
         mask = bytearray(self.accumulated)
-        for i in self._main:
+        for i in self.main:
             if reached[i] or self._parameters[i].grad is not None:
                 mask[i] = 1
         return mask
@@ -261,7 +263,7 @@ class MainGradients:
         for i in indices:
             parameter = self._parameters[i]
             gradient = parameter.grad
-            if gradient is None or i not in self._main:
+            if gradient is None or i not in self.main:
                 continue
             parameter.grad = None
             self.accumulated[i] = 1
@@ -270,7 +272,7 @@ class MainGradients:
                 self.fused.add(i)
                 if not getattr(parameter, "zero_out_wgrad", False):
                     continue  # .grad is a dummy
-            to.append(self._main[i])
+            to.append(self.main[i])
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
             self.streams.wait_for_gradients(of)
@@ -290,13 +292,13 @@ class MainGradients:
         taken: dict[int, Tensor] = {}
         for i in indices:
             gradient = self._parameters[i].grad
-            if gradient is not None and i in self._main:
+            if gradient is not None and i in self.main:
                 self._parameters[i].grad = None
                 taken[i] = gradient.detach()
         if self.streams is not None:
             self.streams.wait_for_gradients(list(taken.values()))
         for i, gradient in taken.items():
-            main, parameter = self._main[i], self._parameters[i]
+            main, parameter = self.main[i], self._parameters[i]
             taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(main.dtype)
             if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 self.fused.add(i)
@@ -307,7 +309,7 @@ class MainGradients:
     def put_back(self, taken: Mapping[int, Tensor]) -> None:
         """Add gradients that :meth:`take` has taken out to ``main_grad``, as they were not averaged."""
         for i, gradient in taken.items():
-            self._main[i].add_(gradient)
+            self.main[i].add_(gradient)
             self.accumulated[i] = 1
         self.is_dirty = True
 
@@ -484,7 +486,7 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        yield from super().finish() if self._scatter is None else self._scatter.finish(self)
+        yield from super().finish() if self._scatter is None else self._scatter.finish(self, self._reduction)
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, or with reduce-scatter into this rank's share; one view a member."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.peer_processes import Activity
@@ -20,7 +19,6 @@ from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-from ppe_ddp.megatron.gradient_buffers import BucketRange
 from ppe_ddp.torch_internals import version_of
 
 
@@ -65,20 +63,13 @@ class ShardedBuffers(ShardedModel):
         self._under_way: set[int] = set()  # units that are being gathered
         self._starts: list[tuple[int, int]] = []
         for i in self._indices:
-            self._cut(*places[i], state.module_state.parameters[i], state.specs[i].name)
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self.groups.parent
-
-    def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
-        groups = self.groups
-        size = bucket.padded // groups.world_size
-        first, numel = groups.rank * size, parameter.numel()
-        start = min(max(first - offset, 0), numel)
-        stop = max(min(first + size - offset, numel), start)
-        self.shards.append(Shard(parameter, name, start, stop))
-        self._starts.append((bucket.buffer, bucket.start + offset + start))
+            bucket, offset = places[i]
+            parameter, spec = state.module_state.parameters[i], state.module_state.specs[i]
+            size = bucket.padded // self.groups.world_size
+            first = self.groups.rank * size - offset
+            start = min(max(first, 0), spec.numel)
+            self.shards.append(Shard(parameter, spec, start, max(min(first + size, spec.numel), start)))
+            self._starts.append((bucket.buffer, bucket.start + offset + start))
 
     def _slice(self, memory: Tensor, index: int) -> Tensor:
         return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
@@ -141,7 +132,8 @@ class ShardedBuffers(ShardedModel):
 
         Megatron's train step relies on this if it calls ``zero_grad_buffer(zero_buffer=False)``.
         """
-        super().zero_grad(indices)
+        for index in indices:
+            self.shards[index].parameter.grad = None
         self._synchronizer.clear_some([self._indices[index] for index in indices])
         for index in indices:
             if index in self._weights:

@@ -38,10 +38,9 @@ from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import UPDATE, relayed
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import MemoryPool
-from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
-from ppe_ddp.engine.zero.shards import Rows, ShardedModel, bounds_of, flattened, is_dense
+from ppe_ddp.engine.zero.shards import Rows, Shard, ShardedModel, flattened, is_dense
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
@@ -106,7 +105,7 @@ def wait_for(parameter: nn.Parameter) -> None:
     """Wait for the values of ``parameter``, if they are in flight."""
     gather: ParameterGather | None = vars(parameter).get(_OWNER)
     if gather is not None:
-        gather.wait_for(parameter)
+        gather.finish([gather.unit_of[id(parameter)]])
 
 
 class ParameterGather:
@@ -122,7 +121,7 @@ class ParameterGather:
             (number, unit): [models[number].shards[index].parameter for index in models[number].units[unit]]
             for number, unit in self._units
         }
-        self._unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
+        self.unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
         self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the last step
@@ -134,8 +133,7 @@ class ParameterGather:
             model.groups.gathers.add(self)
 
     def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.unwatch()
 
     # ------------------------------------------------------------------ gathering
 
@@ -192,9 +190,6 @@ class ParameterGather:
     @property
     def is_under_way(self) -> bool:
         return bool(self._pending)
-
-    def wait_for(self, parameter: nn.Parameter) -> None:
-        self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
         """Wait for ``units``, or for all that are in flight; afterwards none of these is, unless it is interrupted.
@@ -330,8 +325,8 @@ class ParameterGather:
             return
         self._handles.append(module.register_forward_pre_hook(_CompiledWaitHook(self), prepend=True))
         for part in module.modules():
-            if any(id(parameter) in self._unit_of for parameter in part.parameters(recurse=False)):
-                units = sorted({self._unit_of[id(p)] for p in part.parameters() if id(p) in self._unit_of})
+            if any(id(parameter) in self.unit_of for parameter in part.parameters(recurse=False)):
+                units = sorted({self.unit_of[id(p)] for p in part.parameters() if id(p) in self.unit_of})
                 self._handles.append(part.register_forward_pre_hook(_WaitHook(self, units), prepend=True))
 
     def unwatch(self) -> None:
@@ -381,24 +376,17 @@ class UnitGather:
     It has to be made anew when a parameter has moved in memory, see :meth:`is_current`.
     """
 
-    def __init__(
-        self,
-        members: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        specs: Sequence[ParameterSpec],
-        groups: Groups,
-        pool: MemoryPool,
-    ) -> None:
+    def __init__(self, members: Sequence[int], shards: Sequence[Shard], groups: Groups, pool: MemoryPool) -> None:
         self.members = list(members)
-        self._parameters = parameters
-        self._specs = specs
+        self._parameters = [shard.parameter for shard in shards]
+        self._specs = specs = [shard.spec for shard in shards]
         self._groups = groups
         rank, world_size = groups.rank, groups.world_size
         layout = Rows(specs, rank, world_size)
         self._addresses = self._now()
-        self._loose = [k for k, spec in enumerate(specs) if not is_dense(parameters[k], spec)]
-        self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
-        self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
+        self._loose = [k for k, shard in enumerate(shards) if not is_dense(shard.parameter, shard.spec)]
+        self._flats = [flattened(shard.parameter.detach(), shard.spec) for shard in shards]
+        self._own = [flat[shard.start : shard.stop] for flat, shard in zip(self._flats, shards, strict=True)]
         self._rows: Tensor | None = None
         self._pool: MemoryPool | None = pool
         if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:
