@@ -33,7 +33,6 @@ from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
@@ -76,7 +75,11 @@ class BufferSynchronizer(Synchronizer):
         self._names, self._parameters = self.module_state.names, self.module_state.parameters
         self.model_parallel = ModelParallel(setup.groups, default_group)
         self.copies = CopiesOfParameters(setup.module, setup.config, self.groups[0], setup.groups, self.model_parallel)
-        self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
+        fp32 = config.grad_reduce_in_fp32
+        self.specs = [  # of main_grad: dense
+            replace(spec, dtype=torch.float32 if fp32 and spec.dtype in HALVES else spec.dtype, sparse=False)
+            for spec in self.module_state.specs
+        ]
         self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
         divisors = [groups.world_size * aligned for groups in self.groups]
@@ -94,8 +97,8 @@ class BufferSynchronizer(Synchronizer):
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self.is_split = setup.groups.split_model
-        self._failure: PpeDdpError | None = None
-        self._error: Exception | None = None
+        self.failure: PpeDdpError | None = None  # in the communication of this step; other ranks do no more for it
+        self.error: Exception | None = None  # of any rank, to be raised once
         self._pending_results: tuple[Completion, Backward] | None = None
         self._holds_averages = False
         self._numbers: list[Tensor] = []
@@ -108,27 +111,18 @@ class BufferSynchronizer(Synchronizer):
                 groups.release()
 
     def _make_reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
-        parameters = self._parameters
         named = list(setup.module.named_parameters(remove_duplicate=False))
         options = f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
+        options = ", ".join(filter(None, (options, own_function(setup.reduce_function))))
         reduction_groups = []
         for number, groups in enumerate(self.groups):
-            indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
-            others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
-            size = groups.world_size
-            reduction_group = ReductionGroup(
-                groups,
-                ModuleState(setup.module, others),
-                indices,
-                [self.specs[i] for i in indices],
-                setup.reduce_function,
-                gain=float(size) if sums else size / self.groups[0].world_size,
-                options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
+            indices = [i for i, parameter in enumerate(self._parameters) if _reduction_group_of(parameter) == number]
+            module_state = ModuleState(setup.module, [name for name, p in named if _reduction_group_of(p) != number])
+            gain = groups.world_size / (1 if sums else self.groups[0].world_size)
+            specs, function = [self.specs[i] for i in indices], setup.reduce_function
+            reduction_groups.append(
+                ReductionGroup(groups, module_state, indices, specs, function, gain=gain, options=options)
             )
-            frozen = [repr(self.specs[i].name) for i in indices if not parameters[i].requires_grad]
-            reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
-            reduction_group.negotiation.check()
-            reduction_groups.append(reduction_group)
         for groups in self.groups:
             groups.await_start()
         return reduction_groups
@@ -146,7 +140,8 @@ class BufferSynchronizer(Synchronizer):
     def _make_buckets(self, *, scatter: bool) -> list[BufferBucket]:
         buckets = []
         for extent in self.layout.buckets:
-            of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
+            of_group = self.reduction_groups[extent.reduction_group]
+            memory = extent.of(self.buffers[extent.buffer].grad_data)
             transport = ReduceScatter(of_group.groups, self.pool, memory.device) if scatter else None
             context = BucketContext(self.specs, self._parameters, of_group.groups, of_group.reduction)
             buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
@@ -218,7 +213,7 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start the mask exchange: for gradients expected in this backward, and those accumulated before."""
         if not backward.aborted:  # an aborted backward belongs to the failed step
-            self.forget_failure()
+            self.failure = None
         if self.weights.is_weighed:
             self.weights.settle()
             raise ValueError(
@@ -296,10 +291,10 @@ class BufferSynchronizer(Synchronizer):
     def _note_failure(self, told: BaseException) -> None:
         # Keep a new error: the one that was raised holds its frames, and so the connections.
         if isinstance(told, PeerAbortedError | CommunicationError):
-            self._failure = type(told)(*told.args)
-            vars(self._failure).update(vars(told))  # the ranks, step, phase and reason
+            self.failure = type(told)(*told.args)
+            vars(self.failure).update(vars(told))  # the ranks, step, phase and reason
         else:
-            self._failure = self._failed_here(f"raised {reason_of(told)}")
+            self.failure = self._failed_here(f"raised {reason_of(told)}")
 
     def _failed_here(self, how: str) -> PeerAbortedError:
         return PeerAbortedError(
@@ -450,32 +445,19 @@ class BufferSynchronizer(Synchronizer):
         for group, of_ranks in zip(self.reduction_groups, statuses, strict=True):
             if NON_FINITE in of_ranks and self._finite is not None:
                 found = yield from self._finite.error(group.negotiation, group.groups, of_ranks, group.indices)
-                self._error = self._error or found
+                self.error = self.error or found
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:
-                self._error = error = aborted_error(groups.rank, groups.step, aborted)
+                self.error = error = aborted_error(groups.rank, groups.step, aborted)
                 error.job_rank = None if error.rank is None else groups.job_rank_of(error.rank)
             elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, even if no other rank reports
-                self._error = self._failed_here("was given up")
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the communication of this step has failed; other ranks do nothing more for it."""
-        return self._failure is not None
-
-    def forget_failure(self) -> None:
-        """Forget a failure, as another step begins or its error is being raised."""
-        self._failure = None
-
-    def forget_errors(self) -> None:
-        """Forget a failure, and an error that :meth:`raise_if_bad` would raise, as another iteration begins."""
-        self._failure = self._error = None
+                self.error = self._failed_here("was given up")
 
     def raise_if_bad(self) -> None:
         """Raise the error of any rank since the last call, once."""
-        failure, self._failure = self._failure, None
-        error, self._error = self._error, None
+        failure, error = self.failure, self.error
+        self.failure = self.error = None
         if failure is not None:
             raise failure
         if error is not None:
@@ -548,12 +530,6 @@ class BufferSynchronizer(Synchronizer):
 
 def _reduction_group_of(parameter: nn.Parameter) -> int:
     return 0 if getattr(parameter, "allreduce", True) else 1
-
-
-def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
-    """The spec of ``main_grad``: that of the parameter, but dense, and in fp32 if ``fp32`` is set."""
-    dtype = torch.float32 if fp32 and spec.dtype in HALVES else spec.dtype
-    return replace(spec, dtype=dtype, sparse=False)
 
 
 def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleState) -> list[Groups]:

@@ -75,6 +75,10 @@ class BucketRange:
     start: int  # its first element in the buffer
     padded: int  # number of elements with padding, a multiple of the number of ranks
 
+    def of(self, memory: Tensor) -> Tensor:
+        """The range, padding included, in the ``memory`` of its buffer."""
+        return memory.narrow(0, self.start, self.padded)
+
 
 @dataclass(frozen=True)
 class BufferLayout:
@@ -185,14 +189,6 @@ class ParamAndGradBuffer:
             for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
                 slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
                 parameters[i].data = slot.copy_(parameters[i].detach())
-
-    def grads(self, bucket: BucketRange) -> Tensor:
-        return self.grad_data.narrow(0, bucket.start, bucket.padded)
-
-    def values(self, bucket: BucketRange) -> Tensor:
-        """The parameters of one bucket, padding included."""
-        assert self.param_data is not None
-        return self.param_data.narrow(0, bucket.start, bucket.padded)
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients by ``scaling_factor``."""
@@ -354,6 +350,10 @@ class ReductionGroup:
             self.reduction = FunctionReduction(function, groups)
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
         self.negotiation.has_compressor = self.reduction.sends_kept
+        pairs = zip(module_state.names, module_state.parameters, strict=True)
+        frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
+        self.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
+        self.negotiation.check()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank; empty without a compressor."""

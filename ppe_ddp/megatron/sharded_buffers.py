@@ -19,6 +19,7 @@ from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.gradient_buffers import ParamAndGradBuffer
 from ppe_ddp.torch_internals import version_of
 
 
@@ -61,7 +62,7 @@ class ShardedBuffers(ShardedModel):
         self._weights: dict[int, Tensor] = {}
         self._assigned: dict[int, _Assigned] = {}
         self._under_way: set[int] = set()  # units that are being gathered
-        self._starts: list[tuple[int, int]] = []
+        self._places: list[tuple[ParamAndGradBuffer, slice]] = []  # of the shards
         for i in self._indices:
             bucket, offset = places[i]
             parameter, spec = state.module_state.parameters[i], state.module_state.specs[i]
@@ -69,10 +70,9 @@ class ShardedBuffers(ShardedModel):
             first = self.groups.rank * size - offset
             start = min(max(first, 0), spec.numel)
             self.shards.append(Shard(parameter, spec, start, max(min(first + size, spec.numel), start)))
-            self._starts.append((bucket.buffer, bucket.start + offset + start))
-
-    def _slice(self, memory: Tensor, index: int) -> Tensor:
-        return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
+            begin = bucket.start + offset
+            place = slice(begin + start, begin + self.shards[-1].stop)
+            self._places.append((state.buffers[bucket.buffer], place))
 
     @property
     def is_synchronized(self) -> bool:
@@ -88,8 +88,8 @@ class ShardedBuffers(ShardedModel):
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
             )
         return [
-            self._slice(self._buffers[self._starts[k][0]].grad_data, k) if self._gradients.averaged[i] else None
-            for k, i in enumerate(self._indices)
+            buffer.grad_data[place] if self._gradients.averaged[i] else None
+            for i, (buffer, place) in zip(self._indices, self._places, strict=True)
         ]
 
     def attach(self, index: int, weight: Tensor) -> None:
@@ -141,7 +141,7 @@ class ShardedBuffers(ShardedModel):
 
     def write(self, index: int, values: Tensor) -> None:
         """Set the shard at ``index`` in the parameter buffer; local."""
-        self._slice(self._memory_of(index), index).copy_(values.detach())
+        self._memory_of(index)[self._places[index][1]].copy_(values.detach())
 
     def write_in_place(self, indices: Sequence[int]) -> None:
         """Check that the parameters at ``indices`` are views of the buffer, which then has their new values."""
@@ -149,7 +149,7 @@ class ShardedBuffers(ShardedModel):
             self._memory_of(index)
 
     def _memory_of(self, index: int) -> Tensor:
-        memory = self._buffers[self._starts[index][0]].param_data
+        memory = self._places[index][0].param_data
         assert memory is not None
         shard = self.shards[index]
         if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
@@ -164,8 +164,9 @@ class ShardedBuffers(ShardedModel):
         bucket = self._buckets[unit]
         if bucket.padded == 0:
             return None
-        values = self._buffers[bucket.buffer].values(bucket)
-        groups = self.groups
+        groups, memory = self.groups, self._buffers[bucket.buffer].param_data
+        assert memory is not None
+        values = bucket.of(memory)
         size = bucket.padded // groups.world_size
         groups.note(Activity.GATHER)
         self._under_way.add(unit)

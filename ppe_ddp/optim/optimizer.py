@@ -262,7 +262,8 @@ class DistributedOptimizer(Optimizer):
         check = ScaleCheck(len(kinds), self._model.copies)
         for master in kinds.values():
             assert master.weight.grad is not None
-            master.weight.grad = SharedScaleCheck.of(master.weight.grad, check)
+            master.weight.grad = shared = master.weight.grad.as_subclass(SharedScaleCheck)
+            shared.check = check
             self._checked.append(master)
 
     def _end_inf_checks(self) -> None:
@@ -572,13 +573,8 @@ class ScaleCheck:
 
     def __init__(self, calls: int, copies: Copies) -> None:
         self._missing = calls
-        self._copies = copies
+        self.copies = copies
         self._found: list[Tensor] = []
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that have shards of these gradients."""
-        return max(map(dist.get_world_size, self._copies.parents))
 
     @uncompiled
     def add(self, found: Tensor) -> None:
@@ -589,9 +585,9 @@ class ScaleCheck:
             return
         for other in self._found[:-1]:
             found.copy_(found.maximum(other.to(found.device)))
-        self._copies.check_scaling()
-        with self._copies.agreeing():
-            self._copies.all_reduce(found, dist.ReduceOp.MAX)
+        self.copies.check_scaling()
+        with self.copies.agreeing():
+            self.copies.all_reduce(found, dist.ReduceOp.MAX)
 
 
 class SharedScaleCheck(Tensor):
@@ -600,14 +596,7 @@ class SharedScaleCheck(Tensor):
     Its norm is refused, as it would be that of one rank; all other functions work as on any tensor.
     """
 
-    _check: ScaleCheck
-
-    @classmethod
-    def of(cls, gradient: Tensor, check: ScaleCheck) -> SharedScaleCheck:
-        """Return ``gradient`` as this subclass, with the same memory."""
-        shared: SharedScaleCheck = gradient.as_subclass(cls)
-        shared._check = check
-        return shared
+    check: ScaleCheck
 
     @classmethod
     def __torch_function__(
@@ -618,7 +607,7 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
-            if func in _NORMS and args and _check_of(args[0]).ranks > 1:
+            if func in _NORMS and args and max(map(dist.get_world_size, _check_of(args[0]).copies.parents)) > 1:
                 raise UnusableError(
                     "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
                     "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
@@ -632,4 +621,4 @@ class SharedScaleCheck(Tensor):
 
 def _check_of(gradients: Tensor | Sequence[Tensor]) -> ScaleCheck:
     given = [gradients] if isinstance(gradients, Tensor) else gradients
-    return next(gradient._check for gradient in given if isinstance(gradient, SharedScaleCheck))
+    return next(gradient.check for gradient in given if isinstance(gradient, SharedScaleCheck))

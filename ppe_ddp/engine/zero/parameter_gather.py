@@ -116,12 +116,12 @@ class ParameterGather:
 
     def __init__(self, models: Sequence[ShardedModel]) -> None:
         self._models = models
-        self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._members = {
-            (number, unit): [models[number].shards[index].parameter for index in models[number].units[unit]]
-            for number, unit in self._units
+            (number, unit): [model.shards[index].parameter for index in indices]
+            for number, model in enumerate(models)
+            for unit, indices in enumerate(model.units)
         }
-        self.unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
+        self.unit_of = {id(parameter): key for key, members in self._members.items() for parameter in members}
         self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the last step
@@ -154,7 +154,7 @@ class ParameterGather:
         """
         self.finish()
         self._sent_in = self._connections
-        for key in self._units if units is None else [(0, unit) for unit in units]:
+        for key in self._members if units is None else [(0, unit) for unit in units]:
             members = self._members[key]
             if PendingParameter in set(map(type, members)):  # in flight for another optimizer of the same model
                 for parameter in members:
@@ -339,7 +339,7 @@ class _WaitHook:
     """A module hook that waits for units. In a copied or unpickled module it waits for nothing."""
 
     def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
-        self._gather = _nothing if gather is None else weakref.ref(gather)
+        self._gather: Callable[[], ParameterGather | None] = (lambda: None) if gather is None else weakref.ref(gather)
         self._units = units
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
@@ -364,10 +364,6 @@ class _CompiledWaitHook(_WaitHook):
     def _finish(self) -> None:
         if (gather := self._gather()) is not None:
             gather.finish()
-
-
-def _nothing() -> None:
-    """Stands for a reference to a gather that is gone."""
 
 
 class UnitGather:

@@ -126,7 +126,8 @@ class ShardedParameters(ShardedModel):
         for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
-                average = self._cut(k, average)
+                part = self.shards[k].cut(average)
+                average = part if self.groups.world_size == 1 else part.clone()  # a view would keep all of it alive
             self._gradients[k].add(average)
 
     def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
@@ -147,10 +148,6 @@ class ShardedParameters(ShardedModel):
             content.weight.grad = average
             parameter.grad = self._marks[k]
         return True
-
-    def _cut(self, k: int, whole: Tensor) -> Tensor:
-        part = self.shards[k].cut(whole)
-        return part if self.groups.world_size == 1 else part.clone()  # a view would keep the whole average alive
 
     def averaged(self) -> list[int]:
         """The indices of parameters that have an average that was not cleared; the same on all ranks."""
@@ -238,8 +235,7 @@ class ShardedParameters(ShardedModel):
         members = sorted(self._written[unit])
         self._written[unit].clear()
         if self.groups.world_size == 1 or not members:
-            for k in members:
-                increment_version(self.shards[k].parameter)
+            increment_version([self.shards[k].parameter for k in members])
             return None
         gather = self._gathers.get(unit)
         if gather is None or not gather.is_current(members):
