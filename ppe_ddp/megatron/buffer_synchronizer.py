@@ -92,7 +92,7 @@ class BufferSynchronizer(Synchronizer):
         ]
         self.pool = MemoryPool(allocator(self.groups[0].buckets))
         self._buckets = self._make_buckets(scatter=is_scattered)
-        main = {i: slot for b in self._buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
+        main = {i: slot for b in self._buckets for i, slot in zip(b.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(self._parameters, main)
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
@@ -362,10 +362,9 @@ class BufferSynchronizer(Synchronizer):
         except GeneratorExit:  # closed, as the step has failed
             raise
         except BaseException as error:
-            peer_error = self.fail(backward, error)
-            if peer_error is None:
-                raise
-            raise peer_error from error
+            if (peer_error := self.fail(backward, error)) is not None:
+                raise peer_error from error
+            raise
 
     def _take_results(
         self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
@@ -420,16 +419,14 @@ class BufferSynchronizer(Synchronizer):
             self._numbers = []
 
     def _sum_late(self) -> None:
-        groups = self.groups[0]
         try:
             run(self._sum_numbers())
         except BaseException as error:
             self.knows_of_failure = True
-            instead = groups.fail(error, FINALIZE)
-            if instead is None:
-                raise
-            raise instead from error
-        groups.note(Activity.SUMMED)
+            if (instead := self.groups[0].fail(error, FINALIZE)) is not None:
+                raise instead from error
+            raise
+        self.groups[0].note(Activity.SUMMED)
 
     def _sum_numbers(self) -> Steps:
         groups = self.groups[0]
@@ -495,7 +492,7 @@ class BufferSynchronizer(Synchronizer):
         groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round.
-        members, averaged = bucket.extent.plan.members, self.gradients.averaged
+        members, averaged = bucket.plan.members, self.gradients.averaged
         unexpected = [k for k, i in enumerate(members) if not averaged[i]]
         bucket.late = [k for k in unexpected if bucket.parameters[k].grad_added_to_main_grad]  # type: ignore[attr-defined]
         self.gradients.add(i for i in members if averaged[i])

@@ -1,13 +1,4 @@
-"""Completes gradients before an optimizer's step: averages them, and sums some over further groups.
-
-    data, expert            average     every parameter, by its wrapper
-    tensor                  sum         parameters that have seen only a part of the sequence
-    pipeline                sum         parameters of which every stage has a copy
-    embedding               sum         the weight of the first stage's embedding and the last stage's output layer
-    position embedding      sum         the weight, if several stages have it
-
-All sums are computed in ``main_grad``.
-"""
+"""Completes gradients in ``main_grad`` before an optimizer's step: averages them, and sums some over other groups."""
 
 from __future__ import annotations
 

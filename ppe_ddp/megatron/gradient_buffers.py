@@ -272,9 +272,8 @@ class MainGradients:
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
             self.streams.wait_for_gradients(of)
-        if len(to) == 1:  # the usual case in no_sync(); a third of the cost of the fused call
-            to[0].add_(of[0])
-        elif True in [gradient.is_sparse for gradient in of]:
+        # One is the usual case in no_sync(): a third of the cost of the fused call, which takes no sparse gradients.
+        if len(to) == 1 or True in [gradient.is_sparse for gradient in of]:
             for memory, gradient in zip(to, of, strict=True):
                 memory.add_(gradient)
         elif to:
@@ -391,21 +390,15 @@ class BufferBucket(DenseBucket):
         self._memory = memory
         self._gain = gain
         self._scatter = scatter
-        self._range = memory.narrow(0, 0, extent.plan.numel)
-        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
+        self._range = memory.narrow(0, 0, self.plan.numel)
+        size = extent.padded // self._groups.world_size
+        # The memory that gets averages: the whole range, or with reduce-scatter this rank's equal part.
+        self._averaged_part = self._range if scatter is None else memory.narrow(0, self._groups.rank * size, size)
+        self.slots = slots_of(self._range, self.plan, self.specs, self.parameters)  # the main_grad of each member
         self.late: list[int] = []  # places of members that no rank expects and to which kernels add: not to be sent
         self._is_reduced = False
         self._carried: Tensor | None = None
         self._message: tuple[Tensor, list[Tensor]] | None = None  # memory of the all-reduce, and the slots there
-        self._reduced_share: Tensor | None = None
-
-    @property
-    def _averaged_part(self) -> Tensor:
-        """The memory that gets averages, 1-D: the whole range, or with reduce-scatter this rank's equal part."""
-        if self._scatter is None:
-            return self._range
-        size = self.extent.padded // self._groups.world_size
-        return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
         self._is_reduced = False
@@ -413,12 +406,12 @@ class BufferBucket(DenseBucket):
 
     def clear(self, indices: Sequence[int]) -> None:
         """Set the gradients of the parameters at ``indices``, some of its members, to zero."""
-        if len(indices) == len(self.extent.plan.members):
+        if len(indices) == len(self.plan.members):
             self._memory.zero_()
             self.reset()
             return
         first = self._averaged_part.storage_offset() - self._memory.storage_offset()
-        for slot, index, offset in zip(self.slots, self.extent.plan.members, self.extent.plan.offsets, strict=True):
+        for slot, index, offset in zip(self.slots, self.plan.members, self.plan.offsets, strict=True):
             if index in indices:
                 slot.zero_()
                 if self._carried is not None:
@@ -442,7 +435,7 @@ class BufferBucket(DenseBucket):
 
     def refuse_kernel(self, index: int, *, is_sent: bool) -> None:
         """Raise if a kernel has added a gradient that arrives now to averages, or to what may have been sent before."""
-        k = self.extent.plan.members.index(index)
+        k = self.plan.members.index(index)
         parameter = self.parameters[k]
         is_fused = parameter.grad is not None and parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
         if is_fused and (is_sent or self._carried is not None):
@@ -455,7 +448,7 @@ class BufferBucket(DenseBucket):
 
     def add(self, index: int, gradient: Tensor, *, is_first: bool) -> None:
         """Add an average of the second round to that of parameter ``index``; ``is_first`` if no rank expected it."""
-        slot = self.slots[self.extent.plan.members.index(index)]
+        slot = self.slots[self.plan.members.index(index)]
         if is_first and self._scatter is not None:
             slot.zero_()  # a reduce-scatter has sent the memory itself, to which kernels may have added meanwhile
         slot.add_(gradient)
@@ -470,8 +463,8 @@ class BufferBucket(DenseBucket):
             super().launch(is_last=is_last)
         else:
             factor = self._gain * self._reduction.mean_factor
-            self._reduced_share = self._scatter.memory_for_share(self._memory)
-            self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
+            self._flat = self._scatter.memory_for_share(self._memory)
+            self.pending = self._scatter.start(self._flat, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         if self._reduction.sends_nothing:
@@ -492,19 +485,13 @@ class BufferBucket(DenseBucket):
         """Write the averages into ``main_grad``, or with reduce-scatter into this rank's share; one view a member."""
         if self._reduction.sends_nothing:
             scale(self._range, self._range, self._gain * self.factor)
-        reduced = self._reduced_share if self._scatter is not None else self._flat
-        if reduced is not None and reduced is not self._range:
-            self._averaged_part.copy_(reduced)
+        if self._flat is not None and self._flat is not self._range:
+            self._averaged_part.copy_(self._flat)
         if self._carried is not None:
             self._averaged_part.add_(self._carried)
             self._carried = None
         self._is_reduced = True
         return self.slots
-
-    def release(self) -> None:
-        """Drop what belongs to one reduction."""
-        super().release()
-        self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
         """Abandon the reduction, after its connections were closed; first waits while it may read ``main_grad``."""

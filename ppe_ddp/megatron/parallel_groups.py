@@ -177,8 +177,8 @@ class CopiesOfParameters(Copies):
     def __init__(
         self, module: nn.Module, config: object, own: Groups, groups: ParallelGroups, parallel: ModelParallel
     ) -> None:
-        splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]
-        super().__init__(own, own.parent, *(group for group in splits if dist.get_world_size(group) > 1))
+        splits = [one for one in (groups.tensor, groups.pipeline) if one is not None and dist.get_world_size(one) > 1]
+        super().__init__(own, own.parent, *splits)
         self._parallel = parallel
         self.are_of_parts = groups.split_model
         self._tensor_rank = _rank(groups.tensor)
@@ -189,8 +189,8 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(word_embedding(module, config)))
         if _rank(groups.position_embedding) > 0:
             self._copied.add(id(position_embedding(module, config)))
-        is_split = groups.tensor is not None and dist.get_world_size(groups.tensor) > 1
-        self.are_splits_marked = not is_split or any(hasattr(p, "tensor_model_parallel") for p in module.parameters())
+        is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
+        self.are_splits_marked = is_marked or groups.tensor not in splits
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:

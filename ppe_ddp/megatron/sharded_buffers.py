@@ -162,7 +162,7 @@ class ShardedBuffers(ShardedModel):
     def gather(self, unit: int) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""
         bucket = self._buckets[unit]
-        if bucket.padded == 0:
+        if bucket.padded == 0 or self.groups.world_size == 1:
             return None
         groups, memory = self.groups, self._buffers[bucket.buffer].param_data
         assert memory is not None

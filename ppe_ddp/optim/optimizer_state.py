@@ -52,10 +52,7 @@ def _plain(value: Any) -> Any:
 
 
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """This rank's part of a whole parameter's state, in the precision of the master weight.
-
-    Such state exists if the optimizer has made steps before, and for Adagrad always.
-    """
+    """This rank's part of a parameter's state, of steps before (Adagrad always has some), in the master's precision."""
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == master.shard.parameter.shape and key not in _SCALARS:

@@ -6,10 +6,9 @@
 A parameter whose values are in flight is a :class:`PendingParameter` until its first use in Python, by a module,
 a hook, a copy, a loop over ``parameters()``. The use waits and starts no collective, so one rank may do it alone.
 
-Two kinds of uses do not go through Python. Compiled code and extensions read parameters in C++: modules can be watched,
-so that their forwards wait before they begin. Other reads cannot be noticed: of memory that was held since before the
-step (a kept ``p.data`` or ``state_dict``), and of parameters passed to an extension or to ``torch.func.grad`` outside
-of a module. Hence parameters are in flight after a step only if the user has asked for it (``overlap=True``).
+Compiled code and extensions read parameters in C++: modules can be watched, so that their forwards wait before they
+begin. Other reads cannot be noticed (``DistributedOptimizer`` names them). Hence parameters are in flight after a step
+only if the user has asked for it (``overlap=True``).
 
 The message of a unit is packed, or in place:
 
@@ -64,10 +63,7 @@ _USES_NO_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter while its values are in flight. Its first use waits, and restores its own class.
-
-    Only ``__class__`` of the parameter is changed, as torch does with lazy parameters.
-    """
+    """The ``__class__`` of a parameter while its values are in flight. Its first use waits, and restores its own."""
 
     @classmethod
     def __torch_function__(
@@ -109,10 +105,7 @@ def wait_for(parameter: nn.Parameter) -> None:
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are in flight. It is thread-safe.
-
-    There is one model for each group of ranks that shares parameters.
-    """
+    """Gathers the units of sharded models, one for each group of ranks that shares parameters; it is thread-safe."""
 
     def __init__(self, models: Sequence[ShardedModel]) -> None:
         self._models = models
@@ -367,10 +360,7 @@ class _CompiledWaitHook(_WaitHook):
 
 
 class UnitGather:
-    """Gathers some parameters of one dtype and device; reused in each step, with its views of the parameters.
-
-    It has to be made anew when a parameter has moved in memory, see :meth:`is_current`.
-    """
+    """Gathers some parameters of one dtype and device; reused, with its views of them, as long as it is current."""
 
     def __init__(self, members: Sequence[int], shards: Sequence[Shard], groups: Groups, pool: MemoryPool) -> None:
         self.members = list(members)

@@ -130,16 +130,11 @@ class _Then:
                 finish()
 
 
-def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
+def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable:
     """All-gather the shares of all ranks into ``flat`` (1-D), in rank order; ``share`` may be this rank's part of it.
 
-    If the group offers memory, the share is first copied to ``pool``; pass None if it lies there already. Returns None
-    in a group of one rank.
+    If the group offers memory, the share is first copied to ``pool``; pass None if it lies there already.
     """
-    if dist.get_world_size(group) == 1:
-        if share.data_ptr() != flat.data_ptr():
-            flat.copy_(share)
-        return None
     if pool is not None and offers_memory(group, share.device):
         share = pool.take(share.numel(), share.dtype, share.device).copy_(share)
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -39,13 +39,7 @@ _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its o
 
 
 class ShardedParameters(ShardedModel):
-    """The trainable parameters of a wrapped module, each cut into even chunks.
-
-    Args:
-        groups: The groups in which the wrapper communicates.
-        module_state: The parameters.
-        require_same: Compares descriptions across the ranks, see :meth:`ShardedModel.require_same`.
-    """
+    """The trainable parameters of a wrapped module, each cut into even chunks."""
 
     def __init__(self, groups: Groups, module_state: ModuleState, require_same: Callable[..., None]) -> None:
         self.groups = groups
