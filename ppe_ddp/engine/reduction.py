@@ -109,7 +109,12 @@ class Reduction(ABC):
             raise
 
     def finish_average(
-        self, pending: Waitable, device: torch.device, names: Sequence[str], index: int, what: str = "all-reduce"
+        self,
+        pending: Waitable,
+        device: torch.device,
+        names: Sequence[str],
+        index: int,
+        what: str = "the all-reduce failed",
     ) -> object:
         """Wait for a collective of this library; converts errors of the transport to CommunicationError."""
         try:
@@ -122,7 +127,7 @@ class Reduction(ABC):
     def failure(self, error: RuntimeError, names: Sequence[str], index: int, what: str) -> CommunicationError:
         """The error to raise for an ``error`` of the transport."""
         return CommunicationError(
-            f"{self._described(names, index)}: the {what} failed: {error}. An error or a crash on another rank ends "
+            f"{self._described(names, index)}: {what}: {error}. An error or a crash on another rank ends "
             "here: look for the first traceback of all ranks."
         )
 

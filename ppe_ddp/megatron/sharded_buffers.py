@@ -44,10 +44,8 @@ class ShardedBuffers(ShardedModel):
     def __init__(self, state: BufferSynchronizer, number: int) -> None:
         self.copies = state.copies
         self.groups = state.reduction_groups[number].groups
-        self._buffers = state.buffers
         self._gradients = state.gradients
         self._synchronizer = state
-        self._pool = state.pool
         # A forward needs first the parameters that backward reaches last.
         self._buckets = [bucket for bucket in reversed(state.layout.buckets) if bucket.reduction_group == number]
         places = {
@@ -164,13 +162,13 @@ class ShardedBuffers(ShardedModel):
         bucket = self._buckets[unit]
         if bucket.padded == 0 or self.groups.world_size == 1:
             return None
-        groups, memory = self.groups, self._buffers[bucket.buffer].param_data
+        groups, memory = self.groups, self._synchronizer.buffers[bucket.buffer].param_data
         assert memory is not None
         values = bucket.of(memory)
         size = bucket.padded // groups.world_size
         groups.note(Activity.GATHER)
         self._under_way.add(unit)
-        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
+        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._synchronizer.pool)
 
     def abandon(self, unit: int | None = None) -> None:
         self._under_way -= self._under_way if unit is None else {unit}

@@ -67,7 +67,7 @@ class ReduceScatter:
         if bucket.pending is not None:
             yield probe(bucket.pending)
             plan = bucket.plan
-            reduction.finish_average(bucket.pending, plan.device, bucket.names, plan.index, "reduce-scatter")
+            reduction.finish_average(bucket.pending, plan.device, bucket.names, plan.index, "the reduce-scatter failed")
             bucket.pending = None
 
     def _exchange(self, share: Tensor, flat: Tensor, factor: float) -> Waitable:

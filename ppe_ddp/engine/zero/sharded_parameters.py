@@ -45,7 +45,7 @@ class ShardedParameters(ShardedModel):
         self.groups = groups
         self._require_same = require_same
         self.copies = Copies(groups)
-        self._pool = MemoryPool(allocator(groups.buckets))
+        self.pool = MemoryPool(allocator(groups.buckets))
         self.shards = [
             Shard(parameter, spec, *bounds_of(spec.numel, groups.rank, groups.world_size))
             for parameter, spec in zip(module_state.parameters, module_state.specs, strict=True)
@@ -107,7 +107,7 @@ class ShardedParameters(ShardedModel):
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
         """Make a reduce-scattered bucket for ``plan``."""
-        return ReduceScatterBucket(plan, context, present, pool=self._pool)
+        return ReduceScatterBucket(plan, context, present, pool=self.pool)
 
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
         """Set the gradients of this rank's shards, or add to those that were not cleared.
@@ -155,10 +155,6 @@ class ShardedParameters(ShardedModel):
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             for gradient in self._gradients:
                 gradient.release()
-
-    def trim(self) -> None:
-        """Free message buffers that the last step has not used."""
-        self._pool.trim()
 
     # ------------------------------------------------------------------ what the optimizer calls
 
@@ -234,7 +230,7 @@ class ShardedParameters(ShardedModel):
         gather = self._gathers.get(unit)
         if gather is None or not gather.is_current(members):
             shards = [self.shards[k] for k in members]
-            gather = self._gathers[unit] = UnitGather(members, shards, self.groups, self._pool)
+            gather = self._gathers[unit] = UnitGather(members, shards, self.groups, self.pool)
         self.groups.note(Activity.GATHER)
         pending = gather.start()
         self._under_way[unit] = (gather, pending)
@@ -317,7 +313,7 @@ class ReduceScatterBucket(Bucket):
         try:
             self.pending = self._transport.start(self._row, rows.view(-1), factor=factor, spare=ours)
         except RuntimeError as error:
-            raise self._reduction.failure(error, self.names, self.plan.index, "reduce-scatter") from error
+            raise self._reduction.failure(error, self.names, self.plan.index, "the reduce-scatter failed") from error
 
     def _gradient_as_rows(self) -> Tensor | None:
         """The gradient's memory as rows, if the bucket has one gradient whose memory can be used; else None."""
