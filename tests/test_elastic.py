@@ -28,6 +28,7 @@ from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.memberships import Quorum
 from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after, taken_after
+from ppe_ddp.waiting import progress_engine
 from rank_tests import long
 from subprocesses import warm_python
 
@@ -330,6 +331,23 @@ def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
     is_gone.set()
     connects.join(30)
     assert not connects.is_alive()
+
+
+def test_who_advances_groups_can_read_what_others_have_written_in_the_store_of_a_quorum():
+    """As a rank does whose connection is closed: otherwise a failure of another rank would be taken for its death."""
+    store = _QuorumStore(torch.distributed.HashStore(), lambda: None, 5.0)
+    store.set("failure", "rank 1 has raised")
+    found = []
+
+    class Reading:
+        def advance(self):
+            found.append(rank_store.BoundedStore(store).do(lambda shared: shared.get("failure")))
+            return True
+
+    progress = progress_engine(os.getpid())
+    progress.add(Reading())
+    progress.progress()
+    assert found == [b"rank 1 has raised"]
 
 
 def test_a_distributed_optimizer_is_refused(lone):
