@@ -14,6 +14,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -348,6 +349,24 @@ def test_who_advances_groups_can_read_what_others_have_written_in_the_store_of_a
     progress.add(Reading())
     progress.progress()
     assert found == [b"rank 1 has raised"]
+
+
+def test_who_cannot_commit_lets_those_go_that_wait_for_it_before_it_meets_them(lone, monkeypatch):
+    """One of them may be on another node than the dead rank, and would wait for this one until the timeout."""
+    training = elastic.ElasticTraining(lone, {"model": ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))})
+    done = []
+    failures = SimpleNamespace(check=lambda: None, wait=_closed)
+    groups = SimpleNamespace(world_size=3, control=None, failures=failures, close=lambda: done.append("closes"))
+    monkeypatch.setattr(training, "_reducer", SimpleNamespace(groups=groups))
+    monkeypatch.setattr(training, "_meet", lambda *, is_ready: done.append(f"meets: {is_ready}") or True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: SimpleNamespace(is_completed=lambda: True))
+    assert len([*training._commit()]) == 1
+    assert done == ["closes", "meets: True"]
+    assert training.committed == 1
+
+
+def _closed(*_):
+    raise RuntimeError("gloo: connection closed by peer")
 
 
 def test_a_distributed_optimizer_is_refused(lone):

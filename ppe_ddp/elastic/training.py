@@ -376,6 +376,7 @@ class ElasticTraining:
             except RuntimeError as error:
                 if (told := self._failure_before_commit(error)) is not None:
                     raise told from None
+                groups.close()  # others may wait for this rank: those of another node do not see who is gone
                 if not self._meet(is_ready=True):
                     lost = CommunicationError(f"the step could not be committed: {error}")
                     lost.ranks = ()
