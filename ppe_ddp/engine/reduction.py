@@ -247,7 +247,7 @@ class FunctionReduction(Reduction):
         if pending is None:
             return pending
         if is_waitable(pending):
-            self.turns = frozenset()
+            self.turns = BLOCKING if probe(pending) is None else frozenset()  # an object with wait() alone blocks there
             return awaited_once(pending, bucket.buffer().device)  # type: ignore[no-any-return]
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "

@@ -13,7 +13,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
-from ppe_ddp.errors import DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
 _made_alone = itertools.count()
 _DATA = ("dp", "cp", "ep")
@@ -444,13 +444,18 @@ class ModelParallel:
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Report to the ranks of all groups that this step has failed; returns the error to raise instead, or None."""
-        instead = self._waits_in.fail(error, self._phase) if self._waits_in is not None else None
-        aborted = relayed(instead or error)
-        for groups in self._distinct:
-            if groups.is_closed and not self._has_come:
-                groups.skip_step(aborted)
-            elif groups is not self._waits_in:
-                groups.fail(aborted, self._phase)
+        instead: PpeDdpError | None = None
+        try:
+            if self._waits_in is not None:
+                instead = self._waits_in.fail(error, self._phase)
+        finally:  # all are told, even if an interrupt ends a wait
+            aborted = relayed(instead or error)
+            with ExitStack() as stack:
+                for groups in reversed(self._distinct):
+                    if groups.is_closed and not self._has_come:
+                        stack.callback(groups.skip_step, aborted)
+                    elif groups is not self._waits_in:
+                        stack.callback(groups.fail, aborted, self._phase)
         return instead
 
 
