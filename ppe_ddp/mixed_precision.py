@@ -11,6 +11,7 @@ after an error or a forward without a backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
 from ppe_ddp.functions import declares, name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
-from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
+from ppe_ddp.torch_internals import (
+    at_end_of_backward,
+    call_uncompiled,
+    is_marked_ignored,
+    parameter_table,
+    uncompiled_hook,
+)
 
 
 class Precision:
@@ -63,7 +70,9 @@ class Precision:
                 return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
             args, kwargs = mapped(cast, args), mapped(cast, kwargs)
-        copies = _CastParameters(module, dtype)
+        # In a compiled graph the cast of an unused parameter would give it a gradient of zeros.
+        make = partial(call_uncompiled, _CastParameters) if torch.compiler.is_compiling() else _CastParameters
+        copies = make(module, dtype)
         copies.install()
         try:
             outputs = module(*args, **kwargs)

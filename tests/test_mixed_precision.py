@@ -136,6 +136,16 @@ def test_gradients_are_those_of_low_precision(config, name):
         assert torch.equal(value, before[key])
 
 
+@on_two_ranks
+def test_in_a_compiled_wrapper_what_no_rank_uses_has_no_gradient():
+    torch._dynamo.reset()
+    config, module = _MixedPrecision(param_dtype=BF16), seeded(Routes)
+    compiled = torch.compile(DistributedDataParallel(module, mixed_precision=config), backend="aot_eager")
+    loss(compiled, dist.get_rank()).backward()
+    assert_gradients(module, expected_gradients(module, config), rtol=1e-6, atol=1e-7)
+    torch._dynamo.reset()
+
+
 class Given(nn.Module):
     """Gives what it computes with, so that a test can see it."""
 
