@@ -174,21 +174,9 @@ def test_coarse_types_may_differ_by_more():
 @needs_mpirun
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
-    words = [
-        "step",
-        "--quick",
-        "--steps",
-        "1",
-        "--repeats",
-        "1",
-        "--model",
-        "supernet-own",
-        "--json",
-        "-",
-        "--also",
-        "shared_memory=False",
-    ]
-    command = [MPIRUN, "-n", "2", *warm_python(), "-m", "ppe_ddp", "bench", *words, "--also=bucket_cap_mb=0.5"]
+    words = ["--quick", "--steps=1", "--repeats=1", "--model=supernet-own", "--json=-", "--also", "shared_memory=False"]
+    words = ["bench", "step", *words, "--also=bucket_cap_mb=0.5"]
+    command = [MPIRUN, "-n", "2", *warm_python(), "-m", "ppe_ddp", *words]
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "COLUMNS": "80"}
     code, output, errors = run(command, timeout=150, environment=environment)
     assert code == 0, errors
