@@ -63,8 +63,7 @@ class Precision:
                 return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
             args, kwargs = mapped(cast, args), mapped(cast, kwargs)
-        copies = _CastParameters(module, dtype)
-        copies.install()
+        copies = _installed_copies(module, dtype)
         try:
             outputs = module(*args, **kwargs)
         finally:
@@ -101,6 +100,7 @@ class _CastParameters:
             if parameter_table(owner).get(key) is parameter:
                 parameter_table(owner)[key] = copy  # functional_call does so as well
 
+    @uncompiled_hook
     def remove(self) -> None:
         self._is_installed = False
         for owner, key, parameter, copy in self._slots:
@@ -115,6 +115,18 @@ class _CastParameters:
         """Put the copies in place until the end or the failure of the backward that has reached an output."""
         if not self._is_installed:
             at_end_of_backward(_UntilEndOfBackward(self))
+
+
+@uncompiled_hook
+def _installed_copies(module: nn.Module, dtype: torch.dtype) -> _CastParameters:
+    """Copies of the parameters, in their place.
+
+    A compiled graph has no casts. That of an unused parameter would give it a gradient of zeros. And a checkpoint, for
+    which copies are in place when it computes again, would do so by another graph.
+    """
+    copies = _CastParameters(module, dtype)
+    copies.install()
+    return copies
 
 
 class _UntilEndOfBackward:

@@ -146,12 +146,12 @@ class WrapperRunner(Runner):
         return found
 
     def save(self, path):
-        _quietly(dcp.save, {"model": self.wrapper.state_dict(), "optimizer": self.optimizer}, checkpoint_id=path)
+        quietly(dcp.save, {"model": self.wrapper.state_dict(), "optimizer": self.optimizer}, checkpoint_id=path)
         return self.scaler.state_dict()
 
     def load(self, path, scaler):
         model = self.wrapper.state_dict()
-        _quietly(dcp.load, {"model": model, "optimizer": self.optimizer}, checkpoint_id=path)
+        quietly(dcp.load, {"model": model, "optimizer": self.optimizer}, checkpoint_id=path)
         self.wrapper.load_state_dict(model)
         self.scaler.load_state_dict(scaler)
 
@@ -265,7 +265,7 @@ def _whole(value):
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def _quietly(function, *args, **kwargs):
+def quietly(function, *args, **kwargs):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about its own
         function(*args, **kwargs)

@@ -4,7 +4,6 @@ Never how long anything takes. Those on a GPU are for `make test-gpu`: two ranks
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from little_models import on_ranks_with_little_models
 from ppe_ddp import cli
 from ppe_ddp.backends.cupy_nccl import nccl_library
 from ppe_ddp.cli import bench_step, benchmarking
@@ -34,7 +34,7 @@ CONTESTANTS = ["ppe_ddp", "torch", "ppe", "bare"]
 def reported(two_ranks, folder, *words):
     """What a command writes and prints, on two ranks that are there already."""
     file = folder / "result.json"
-    with mock.patch.object(Platform, "start", return_value=contextlib.nullcontext(two_ranks)):
+    with on_ranks_with_little_models(two_ranks):
         assert cli.main(["bench", *words, "--json", str(file)]) == 0
     return json.loads(file.read_text())
 
@@ -174,21 +174,9 @@ def test_coarse_types_may_differ_by_more():
 @needs_mpirun
 def test_the_ranks_of_a_launcher_are_used_and_ppe_may_be_missing(tmp_path):
     (tmp_path / "pytorch_pfn_extras.py").write_text("raise ImportError('not here')")
-    words = [
-        "step",
-        "--quick",
-        "--steps",
-        "1",
-        "--repeats",
-        "1",
-        "--model",
-        "supernet-own",
-        "--json",
-        "-",
-        "--also",
-        "shared_memory=False",
-    ]
-    command = [MPIRUN, "-n", "2", *warm_python(), "-m", "ppe_ddp", "bench", *words, "--also=bucket_cap_mb=0.5"]
+    words = ["--quick", "--steps=1", "--repeats=1", "--model=supernet-own", "--json=-", "--also", "shared_memory=False"]
+    words = ["bench", "step", *words, "--also=bucket_cap_mb=0.5"]
+    command = [MPIRUN, "-n", "2", *warm_python(), "-m", "ppe_ddp", *words]
     environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)]), "COLUMNS": "80"}
     code, output, errors = run(command, timeout=150, environment=environment)
     assert code == 0, errors

@@ -11,6 +11,7 @@ import pytest
 import ppe_ddp
 from benchmarks import COMMANDS, load, mask, memory, scaling, timeline, training
 from benchmarks.scaling import Cluster, Constants, Load, all_reduce_seconds, mask_seconds, noticed, predict
+from little_models import on_ranks_with_little_models
 from ppe_ddp import cli
 from ppe_ddp.cli.benchmarking import Platform
 from ppe_ddp.engine.replicas import DriftCheck
@@ -25,13 +26,6 @@ BARE_WIRE = replace(SLOW, node_latency=0.0, node_per_byte=0.0, wire_latency=0.0)
 
 def called(*words):
     return cli.main(words, program="python -m benchmarks", commands=COMMANDS)
-
-
-@contextlib.contextmanager
-def these(ranks):
-    """Ranks that are there already take part, instead of new ones."""
-    with mock.patch.object(Platform, "start", return_value=contextlib.nullcontext(ranks)):
-        yield
 
 
 # --- nodes
@@ -50,7 +44,7 @@ def test_where_nodes_cannot_be_made_the_reason_is_told(name, monkeypatch, capsys
 
 def test_the_peak_of_each_wrapper_is_measured(tmp_path, two_ranks, capsys):
     file = tmp_path / "result.json"
-    with these(two_ranks):
+    with on_ranks_with_little_models(two_ranks):
         assert called("memory", "--model", "small", "--json", str(file)) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     (line,) = json.loads(file.read_text())["lines"]
@@ -64,7 +58,7 @@ def test_the_peak_of_each_wrapper_is_measured(tmp_path, two_ranks, capsys):
 
 def test_what_a_mask_carries_is_measured(tmp_path, two_ranks, capsys):
     file = tmp_path / "result.json"
-    with these(two_ranks):
+    with on_ranks_with_little_models(two_ranks):
         assert called("mask", "--ranks", "2", "--model", "supernet-own", "--repeats", "1", "--json", str(file)) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     (line,) = json.loads(file.read_text())["lines"]
@@ -87,7 +81,8 @@ def _calls_by_mode():
 
 def test_each_mode_of_a_mask_does_what_it_says(two_ranks):
     expected = {"none": (0, 0, 0), "weights": (8, 0, 0), "times": (0, 8, 0), "digests": (0, 0, 1), "all": (8, 8, 1)}
-    assert two_ranks.run(_calls_by_mode) == [expected] * 2
+    with on_ranks_with_little_models(two_ranks):
+        assert two_ranks.run(_calls_by_mode) == [expected] * 2
 
 
 # --- load
@@ -95,7 +90,7 @@ def test_each_mode_of_a_mask_does_what_it_says(two_ranks):
 
 def test_loads_side_by_side(tmp_path, two_ranks, capsys):
     file = tmp_path / "result.json"
-    with these(two_ranks):
+    with on_ranks_with_little_models(two_ranks):
         assert called("load", "--ranks", "2", "--size", "200K", "--repeats", "1", "--json", str(file)) == 0
     out = capsys.readouterr().out
     assert "One load" in out
@@ -150,7 +145,8 @@ def test_every_contestant_tells_what_it_sends_and_when_it_waits(two_ranks, tmp_p
     pytest.importorskip("matplotlib", reason="needs the extra [pictures]")
     panels, sent = {}, []
     for name in ("torch DDP", "ppe_ddp", "ppe_ddp, int8"):
-        records = two_ranks.run(timeline.record_steps, name, "small", 3, timeout=150)
+        with on_ranks_with_little_models(two_ranks):
+            records = two_ranks.run(timeline.record_steps, name, "small", 3, timeout=150)
         panels[name] = [one.on_one_clock() for one in records]
         for record in panels[name]:
             assert len(record.backwards) == 3

@@ -1,11 +1,15 @@
-"""Chunks of parameters: they are torch.chunk's, and what is put into rows comes out of them."""
+"""Chunks of parameters: they are torch.chunk's, and what is put into rows comes out of them; state is cut alike."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.plan import ParameterSpec
-from ppe_ddp.engine.zero.shards import Rows, bounds_of, chunk_of
+from ppe_ddp.engine.zero.shards import Rows, Shard, bounds_of, chunk_of
+from ppe_ddp.optim.master_weights import MasterWeight
+from ppe_ddp.optim.optimizer_state import shard_of
 
 NUMELS = st.lists(st.integers(0, 20), min_size=1, max_size=5).filter(any)
 WORLDS = st.integers(1, 5)
@@ -62,3 +66,12 @@ def test_pairs_copy_rows_there_and_back(numels, size, by_copying):
     whole, cut = layout.pairs(rows, back)
     torch._foreach_copy_(whole, cut)
     assert all(torch.equal(ours, flat) for ours, flat in zip(back, flats, strict=True))
+
+
+def test_state_of_a_parameter_with_holes_is_cut_like_its_values():
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.arange(24.0).view(6, 4)[:, ::2].t())  # neither dense nor row-major
+    (spec,) = ModuleState(net).specs
+    master = MasterWeight(0, Shard(net.weight, spec, 3, 9), torch.float64)
+    cut = shard_of({"momentum_buffer": net.weight.detach().clone()}, master)
+    assert torch.equal(cut["momentum_buffer"], master.weight)

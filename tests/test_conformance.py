@@ -21,6 +21,7 @@ from ppe_ddp.testing import (
 )
 from ppe_ddp.testing.probes import probe_backend
 from rank_tests import on_two_ranks
+from test_bad_functions import future_of
 
 
 @pytest.fixture
@@ -225,14 +226,8 @@ def test_compression_needs_a_tolerance(two):
     check_comm_hook(None, default_hooks.fp16_compress_hook, tolerance=2e-3, world=two)
 
 
-def finished(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def too_short(state, bucket):
-    return finished(bucket.buffer()[:-1])
+    return future_of(bucket.buffer()[:-1])
 
 
 def no_future(state, bucket):
@@ -240,11 +235,11 @@ def no_future(state, bucket):
 
 
 def no_tensor(state, bucket):
-    return finished(None)
+    return future_of(None)
 
 
 def not_reduced(state, bucket):
-    return finished(bucket.buffer())
+    return future_of(bucket.buffer())
 
 
 @pytest.mark.parametrize(
@@ -327,7 +322,7 @@ def with_a_wrong_all_reduce(is_wrong, spoil):
             return real(tensor, op, *args, **kwargs)
         real(tensor, op, *args, **{**kwargs, "async_op": False})
         spoil(tensor)
-        return finished([tensor]) if kwargs.get("async_op") else None
+        return future_of([tensor]) if kwargs.get("async_op") else None
 
     dist.all_reduce = all_reduce
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.memberships import Quorum
 from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after, taken_after
+from ppe_ddp.waiting import progress_engine
 from rank_tests import long
 from subprocesses import warm_python
 
@@ -330,6 +332,41 @@ def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
     is_gone.set()
     connects.join(30)
     assert not connects.is_alive()
+
+
+def test_who_advances_groups_can_read_what_others_have_written_in_the_store_of_a_quorum():
+    """As a rank does whose connection is closed: otherwise a failure of another rank would be taken for its death."""
+    store = _QuorumStore(torch.distributed.HashStore(), lambda: None, 5.0)
+    store.set("failure", "rank 1 has raised")
+    found = []
+
+    class Reading:
+        def advance(self):
+            found.append(rank_store.BoundedStore(store).do(lambda shared: shared.get("failure")))
+            return True
+
+    progress = progress_engine(os.getpid())
+    progress.add(Reading())
+    progress.progress()
+    assert found == [b"rank 1 has raised"]
+
+
+def test_who_cannot_commit_lets_those_go_that_wait_for_it_before_it_meets_them(lone, monkeypatch):
+    """One of them may be on another node than the dead rank, and would wait for this one until the timeout."""
+    training = elastic.ElasticTraining(lone, {"model": ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))})
+    done = []
+    failures = SimpleNamespace(check=lambda: None, wait=_closed)
+    groups = SimpleNamespace(world_size=3, control=None, failures=failures, close=lambda: done.append("closes"))
+    monkeypatch.setattr(training, "_reducer", SimpleNamespace(groups=groups))
+    monkeypatch.setattr(training, "_meet", lambda *, is_ready: done.append(f"meets: {is_ready}") or True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: SimpleNamespace(is_completed=lambda: True))
+    assert len([*training._commit()]) == 1
+    assert done == ["closes", "meets: True"]
+    assert training.committed == 1
+
+
+def _closed(*_):
+    raise RuntimeError("gloo: connection closed by peer")
 
 
 def test_a_distributed_optimizer_is_refused(lone):

@@ -26,6 +26,7 @@ from ppe_ddp.engine import negotiation
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.testing import ConformanceError, RankError, Ranks
 from ppe_ddp.testing.probes import Plugs
+from test_conformance import only_for_rank_0
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 LAYERS = st.builds(LayerRecipe, st.sampled_from(Kind), st.sampled_from(DTYPES))
@@ -234,18 +235,11 @@ def test_law_3_hears_of_gradients_that_exist_nowhere(two_ranks):
     assert any("law 3" in problem and "too many ['layers.0.maps.0.bias'" in problem for problem in found), found
 
 
-def only_on_rank_0(gradients, group):
-    mine = gradients.buffer().clone()
-    in_place_mean(gradients, group)
-    if dist.get_rank(group) != 0:
-        gradients.buffer().copy_(mine)
-
-
 def test_check_case_raises_the_same_on_every_rank(two_ranks):
     case = Case(Recipe(5, (LayerRecipe(Kind.LINEAR),)), (TrainingStep(),))
     two_ranks.run(check_case, case)
     with pytest.raises(RankError) as caught:
-        two_ranks.run(check_case, case, Variant(), Plugs(only_on_rank_0))
+        two_ranks.run(check_case, case, Variant(), Plugs(only_for_rank_0))
     first, second = (str(caught.value.exceptions[rank]) for rank in (0, 1))
     assert isinstance(caught.value.exceptions[0], ConformanceError)
     assert first == second

@@ -30,6 +30,7 @@ from ppe_ddp import (
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.engine import peer_processes
 from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.failures import LostRanks
 from ppe_ddp.errors import AbortedError
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -463,6 +464,31 @@ def test_who_fails_at_a_sum_of_finalizing_lets_no_rank_take_the_step(when, count
     mean = (2.0 + 3.0 + 4.0 + 5.0) / 2  # over two ranks, and added up over two stages
     torch.testing.assert_close(module.weight.detach(), torch.full((40,), -3 * 0.1 * mean))
     assert module.expert_bias.tolist() == [1.5 * counts, -1.5 * counts]
+
+
+@on_four_ranks
+def test_who_is_interrupted_as_it_passes_on_a_failure_tells_it_to_all_of_its_groups():
+    rank, interrupts = dist.get_rank(), []
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Counting(), groups=groups)
+    plain, sums = LostRanks.await_completion, finalize._sum
+
+    def interrupted(lost):
+        if rank == 1 and step == 1 and not interrupts:
+            interrupts.append(step)
+            raise KeyboardInterrupt
+        plain(lost)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(LostRanks, "await_completion", interrupted)
+        for step in range(3):
+            model.zero_grad_buffer()
+            model(2.0 + rank).backward()
+            patches.setattr(finalize, "_sum", _raise if rank == 3 and step == 1 else sums)
+            with pytest.raises((Boom, PeerAbortedError, KeyboardInterrupt)) if step == 1 else contextlib.nullcontext():
+                finalize_model_grads([model])
+    assert len(interrupts) == (rank == 1)
+    assert model.module.weight.main_grad.tolist() == [7.0] * 40
 
 
 @pytest.mark.parametrize("who", [2, 0], ids=["the rank that has failed", "another one"])

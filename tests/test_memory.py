@@ -15,7 +15,7 @@ from ppe_ddp.engine.plan import Plan
 from rank_tests import on_two_ranks
 
 CAP_MB = 0.25
-LAYERS, WIDTH = 24, 128
+LAYERS, WIDTH = 16, 128
 LAYER_NBYTES = 4 * WIDTH * (WIDTH + 1)
 # A bucket is closed when it has reached its size, by a gradient that may stand over.
 BUCKET_NBYTES = int(CAP_MB * 2**20) + LAYER_NBYTES

@@ -5,6 +5,7 @@ torch's own wrapper is no reference on CPUs: it raises there ("cpu backend doesn
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -134,6 +135,27 @@ def test_gradients_are_those_of_low_precision(config, name):
     for key, value in module.state_dict().items():
         assert value.dtype is FP32
         assert torch.equal(value, before[key])
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, way):
+        return torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+
+@pytest.mark.parametrize(("make", "computes_again"), [(Routes, False), (Layer, True)], ids=["routes", "checkpoint"])
+@on_two_ranks
+def test_a_compiled_wrapper_has_the_same_gradients(make, computes_again):
+    torch._dynamo.reset()
+    config, module = _MixedPrecision(param_dtype=BF16), seeded(make)
+    compiled = torch.compile(DistributedDataParallel(module, mixed_precision=config), backend="aot_eager")
+    model = partial(checkpoint, compiled, use_reentrant=False) if computes_again else compiled
+    loss(model, dist.get_rank()).backward()
+    assert_gradients(module, expected_gradients(module, config), rtol=1e-6, atol=1e-7)  # None of what no rank uses
+    torch._dynamo.reset()
 
 
 class Given(nn.Module):

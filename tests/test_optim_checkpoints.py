@@ -3,7 +3,6 @@
 import copy
 import io
 import re
-import warnings
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from one_process import data, seeded
+from optim_runners import quietly
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
 from rank_tests import on_two_ranks
 
@@ -53,7 +53,7 @@ def save(path, wrapper, make):
     train(model, optimizer, [0, 0, 0, 1])
     group = optimizer.param_groups[0]
     group["lr"] = group["lr"] * 2  # not in place: torch gives all groups one tensor
-    _quietly(dcp.save, {"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+    quietly(dcp.save, {"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
     train(model, optimizer, [1, 0])
     optimizer.synchronize()
     return [parameter.detach() for parameter in model.module.parameters()]
@@ -62,19 +62,13 @@ def save(path, wrapper, make):
 def load(path, wrapper, make):
     model, optimizer = two_heads(wrapper, make)
     state = model.state_dict()
-    _quietly(dcp.load, {"model": state, "optimizer": optimizer}, checkpoint_id=path)
+    quietly(dcp.load, {"model": state, "optimizer": optimizer}, checkpoint_id=path)
     model.load_state_dict(state)
     steps = [int(entries["step"]) for entries in optimizer.state_dict()["state"].values()]
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     train(model, optimizer, [1, 0])
     optimizer.synchronize()
     return steps, rates, [parameter.detach() for parameter in model.module.parameters()]
-
-
-def _quietly(function, *args, **kwargs):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about its own
-        function(*args, **kwargs)
 
 
 def adamw(groups):

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from ppe_ddp import CommunicationError, UnusableError
+from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.nested_tensors import Inputs
 
 X = torch.ones(2, 3)
+
+
+def spec_of(p, k):
+    return ParameterSpec(f"parameter {k}", tuple(p.shape), p.stride(), p.dtype, p.device)
 
 
 class Late(ShardedModel):
@@ -32,11 +37,11 @@ class Late(ShardedModel):
         gathers=set(),
         user=lambda: None,
     )
-    group = None
+    is_synchronized = True
 
     def __init__(self, *units):
         flat = [parameter for unit in units for parameter in unit]
-        self.shards = [Shard(p, f"parameter {k}", 0, p.numel()) for k, p in enumerate(flat)]
+        self.shards = [Shard(p, spec_of(p, k), 0, p.numel()) for k, p in enumerate(flat)]
         numbers = iter(range(len(flat)))
         self.units = [[next(numbers) for _ in unit] for unit in units]
         self.waited = []
@@ -55,6 +60,9 @@ class Late(ShardedModel):
         raise AssertionError
 
     def write_in_place(self, indices):
+        raise AssertionError
+
+    def zero_grad(self, indices, *, set_to_none=True):
         raise AssertionError
 
     def gather(self, unit):

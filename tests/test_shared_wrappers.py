@@ -4,6 +4,7 @@ import contextlib
 import copy
 import random
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -208,10 +209,33 @@ def blocking_mean(bucket, group):
     bucket.buffer().div_(dist.get_world_size(group))
 
 
-@pytest.mark.parametrize("function", [{"broadcast_function": blocking_broadcast}, {"reduce_function": blocking_mean}])
+class Waiting:
+    """The least that a function may return: nobody can ask whether it is done, so waiting for it blocks."""
+
+    def __init__(self, bucket, group):
+        self.work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        self.finish = partial(bucket.buffer().div_, dist.get_world_size(group))
+
+    def wait(self):
+        self.work.wait()
+        self.finish()
+
+
+FUNCTIONS = [
+    {"broadcast_function": blocking_broadcast},
+    {"reduce_function": blocking_mean},
+    {"reduce_function": Waiting},
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["broadcast", "reduce", "reduce, and wait alone"])
 @on_two_ranks
 def test_functions_that_block(function):
     hold_random_programs(0, nothing_in_common, bucket_cap_mb=1e-6, **function)
+    models = [DistributedDataParallel(nn.BatchNorm1d(4), **function) for _ in range(2)]
+    for _ in range(2):
+        sum(model(torch.ones(3, 4)).sum() for model in models).backward()
+    assert all(model._reducer.synchronizer.turns >= BLOCKING for model in models)
 
 
 @on_two_ranks

@@ -147,7 +147,10 @@ class CommState:
             self.owners.add(specs, max(map(len, nodes)))
 
     def move(self, steps: int) -> None:
-        """Continue in groups of other ranks, after ``steps`` steps; slices are assigned anew and lose their state."""
+        """Continue in groups of other ranks, after ``steps`` steps; slices are assigned anew.
+
+        Residuals stay in the memory of the rank that had the slice, which sends them when it has it again.
+        """
         self.decide()
         self.owners, self.noted = SliceOwners(), steps
 

@@ -139,6 +139,8 @@ class _QuorumStore(Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if self.check(keys):  # a wait needs a lock, whose holder may wait for the thread that calls this
+            return
         seconds = min(self._seconds, timeout.total_seconds()) if timeout is not None else self._seconds
         if not wait_for(lambda: bool(self.check(keys)), seconds):
             raise dist.DistStoreError(f"nobody has written {', '.join(keys)} in {seconds:g} s")
@@ -374,6 +376,7 @@ class ElasticTraining:
             except RuntimeError as error:
                 if (told := self._failure_before_commit(error)) is not None:
                     raise told from None
+                groups.close()  # others may wait for this rank: those of another node do not see who is gone
                 if not self._meet(is_ready=True):
                     lost = CommunicationError(f"the step could not be committed: {error}")
                     lost.ranks = ()

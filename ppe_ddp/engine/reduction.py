@@ -108,17 +108,28 @@ class Reduction(ABC):
             annotate(error, f"in {self.title} on {self._described(names, plan.index)}")
             raise
 
-    def finish_average(self, pending: Waitable, device: torch.device, names: Sequence[str], index: int) -> object:
-        """Wait for an all-reduce of this library; converts errors of the transport to CommunicationError."""
+    def finish_average(
+        self,
+        pending: Waitable,
+        device: torch.device,
+        names: Sequence[str],
+        index: int,
+        what: str = "the all-reduce failed",
+    ) -> object:
+        """Wait for a collective of this library; converts errors of the transport to CommunicationError."""
         try:
             return self._groups.failures.wait(pending, device)
         except PeerAbortedError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"{self._described(names, index)}: the all-reduce failed: {error}. An error or a crash on another rank "
-                "ends here: look for the first traceback of all ranks."
-            ) from error
+            raise self.failure(error, names, index, what) from error
+
+    def failure(self, error: RuntimeError, names: Sequence[str], index: int, what: str) -> CommunicationError:
+        """The error to raise for an ``error`` of the transport."""
+        return CommunicationError(
+            f"{self._described(names, index)}: {what}: {error}. An error or a crash on another rank ends "
+            "here: look for the first traceback of all ranks."
+        )
 
     def start(self, bucket: GradBucket) -> Waitable | None:
         """Start the reduction of ``bucket`` by the function or hook; returns None if it is complete already."""
@@ -236,7 +247,7 @@ class FunctionReduction(Reduction):
         if pending is None:
             return pending
         if is_waitable(pending):
-            self.turns = frozenset()
+            self.turns = BLOCKING if probe(pending) is None else frozenset()  # an object with wait() alone blocks there
             return awaited_once(pending, bucket.buffer().device)  # type: ignore[no-any-return]
         raise FunctionError(
             f"{self.title} returned {type(pending).__name__} ({self.describe(bucket)}); it must change the gradients "

@@ -592,7 +592,7 @@ class BucketSynchronizer(Synchronizer):
             self.weights.settle()
         self.gradients.buffers.trim()
         if self.sharded_parameters is not None:
-            self.sharded_parameters.trim()
+            self.sharded_parameters.pool.trim()
         if self.drift is not None and self.reduction.may_write_parameters:
             self.drift.look()
 

@@ -30,12 +30,11 @@ from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
-from ppe_ddp.engine.memory import Allocator, MemoryPool, allocator
+from ppe_ddp.engine.memory import MemoryPool, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
-from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.config import Setup
@@ -53,7 +52,6 @@ from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, 
 logger = logging.getLogger("ppe_ddp")
 
 _ABORTED = 1  # the bit of a rank's status for a backward that has raised, beside NON_FINITE
-_HALF = (torch.bfloat16, torch.float16)
 _ALIGNED = 8  # elements, so that a rank's share starts at a multiple of 16 bytes
 _ALIGNED_FOR_NCCL = 1 << 16
 
@@ -77,33 +75,31 @@ class BufferSynchronizer(Synchronizer):
         self._names, self._parameters = self.module_state.names, self.module_state.parameters
         self.model_parallel = ModelParallel(setup.groups, default_group)
         self.copies = CopiesOfParameters(setup.module, setup.config, self.groups[0], setup.groups, self.model_parallel)
-        self.specs = [_main_spec(spec, fp32=config.grad_reduce_in_fp32) for spec in self.module_state.specs]
+        fp32 = config.grad_reduce_in_fp32
+        self.specs = [  # of main_grad: dense
+            replace(spec, dtype=torch.float32 if fp32 and spec.dtype in HALVES else spec.dtype, sparse=False)
+            for spec in self.module_state.specs
+        ]
         self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
         divisors = [groups.world_size * aligned for groups in self.groups]
         self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
+        is_scattered = config.use_distributed_optimizer
+        of_kinds = [self.groups[kind.reduction_group].buckets if is_scattered else None for kind in self.layout.kinds]
         self.buffers = [
-            ParamAndGradBuffer(
-                self.layout,
-                number,
-                self._parameters,
-                self.specs,
-                self._allocator(setup, kind),
-                with_params=config.use_distributed_optimizer,
-            )
-            for number, kind in enumerate(self.layout.kinds)
+            ParamAndGradBuffer(self.layout, number, self._parameters, self.specs, scattered_in=group)
+            for number, group in enumerate(of_kinds)
         ]
         self.pool = MemoryPool(allocator(self.groups[0].buckets))
-        self._buckets = self._make_buckets(scatter=config.use_distributed_optimizer)
-        main = {i: slot for b in self._buckets for i, slot in zip(b.extent.plan.members, b.slots, strict=True)}
+        self._buckets = self._make_buckets(scatter=is_scattered)
+        main = {i: slot for b in self._buckets for i, slot in zip(b.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(self._parameters, main)
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self.is_split = setup.groups.split_model
-        self._failure: PpeDdpError | None = None
-        self._error: Exception | None = None
-        self._pending_results: Completion | None = None
-        self._unfinished: Backward | None = None
+        self.failure: PpeDdpError | None = None  # in the communication of this step; other ranks do no more for it
+        self.error: Exception | None = None  # of any rank, to be raised once
+        self._pending_results: tuple[Completion, Backward] | None = None
         self._holds_averages = False
         self._numbers: list[Tensor] = []
         self.is_sent = False
@@ -114,33 +110,19 @@ class BufferSynchronizer(Synchronizer):
             for groups in self.groups[1:]:
                 groups.release()
 
-    def _allocator(self, setup: Setup, kind: BufferKind) -> Allocator:
-        if setup.ddp_config.use_distributed_optimizer:  # a reduce-scatter sends the buffer itself
-            return allocator(self.reduction_groups[kind.reduction_group].groups.buckets)
-        return lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device)
-
     def _make_reduction_groups(self, setup: Setup, *, sums: bool) -> list[ReductionGroup]:
-        parameters = self._parameters
         named = list(setup.module.named_parameters(remove_duplicate=False))
         options = f"{setup.ddp_config.described()}, disable_bucketing {setup.disable_bucketing}, sums {sums}"
+        options = ", ".join(filter(None, (options, own_function(setup.reduce_function))))
         reduction_groups = []
         for number, groups in enumerate(self.groups):
-            indices = [i for i, parameter in enumerate(parameters) if _reduction_group_of(parameter) == number]
-            others = [name for name, parameter in named if _reduction_group_of(parameter) != number]
-            size = groups.world_size
-            reduction_group = ReductionGroup(
-                groups,
-                ModuleState(setup.module, others),
-                indices,
-                [self.specs[i] for i in indices],
-                setup.reduce_function,
-                gain=float(size) if sums else size / self.groups[0].world_size,
-                options=", ".join(filter(None, (options, own_function(setup.reduce_function)))),
+            indices = [i for i, parameter in enumerate(self._parameters) if _reduction_group_of(parameter) == number]
+            module_state = ModuleState(setup.module, [name for name, p in named if _reduction_group_of(p) != number])
+            gain = groups.world_size / (1 if sums else self.groups[0].world_size)
+            specs, function = [self.specs[i] for i in indices], setup.reduce_function
+            reduction_groups.append(
+                ReductionGroup(groups, module_state, indices, specs, function, gain=gain, options=options)
             )
-            frozen = [repr(self.specs[i].name) for i in indices if not parameters[i].requires_grad]
-            reduction_group.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
-            reduction_group.negotiation.check()
-            reduction_groups.append(reduction_group)
         for groups in self.groups:
             groups.await_start()
         return reduction_groups
@@ -158,15 +140,15 @@ class BufferSynchronizer(Synchronizer):
     def _make_buckets(self, *, scatter: bool) -> list[BufferBucket]:
         buckets = []
         for extent in self.layout.buckets:
-            of_group, memory = self.reduction_groups[extent.reduction_group], self.buffers[extent.buffer].grads(extent)
+            of_group = self.reduction_groups[extent.reduction_group]
+            memory = extent.of(self.buffers[extent.buffer].grad_data)
             transport = ReduceScatter(of_group.groups, self.pool, memory.device) if scatter else None
             context = BucketContext(self.specs, self._parameters, of_group.groups, of_group.reduction)
             buckets.append(BufferBucket(extent, memory, context, gain=of_group.gain, scatter=transport))
         return buckets
 
-    def place_of(self, parameter: nn.Parameter) -> str:
-        """The place of a parameter and of this rank's share in a reduce-scattered bucket; empty if all-reduced."""
-        index = self.gradients.index[id(parameter)]
+    def place_of(self, index: int) -> str:
+        """The place of a gradient and of this rank's share in a reduce-scattered bucket; empty if all-reduced."""
         extent = self.layout.buckets[self.layout.bucket_of[index]]
         if self.buffers[extent.buffer].param_data is None:
             return ""
@@ -179,7 +161,7 @@ class BufferSynchronizer(Synchronizer):
     @property
     def unfinished(self) -> Backward | None:
         """The backward whose results :meth:`wait_for_results` waits for, unless it has failed."""
-        backward = self._unfinished
+        _, backward = self._pending_results or (None, None)
         return None if backward is None or backward.phase is Phase.FAILED else backward
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
@@ -231,7 +213,7 @@ class BufferSynchronizer(Synchronizer):
     def start_negotiation(self, backward: Backward) -> Collection[int]:
         """Start the mask exchange: for gradients expected in this backward, and those accumulated before."""
         if not backward.aborted:  # an aborted backward belongs to the failed step
-            self.forget_failure()
+            self.failure = None
         if self.weights.is_weighed:
             self.weights.settle()
             raise ValueError(
@@ -292,11 +274,10 @@ class BufferSynchronizer(Synchronizer):
         if EventLog.current is not None:
             for vote in votes:
                 vote.watch(backward.recorder.note_vote)
-        steps = self._finish_results(backward, schedule, votes)
-        self._pending_results = Completion(steps, groups[0].groups)
-        self._pending_results.keep_open()
+        completion = Completion(self._finish_results(backward, schedule, votes), groups[0].groups)
+        completion.keep_open()
+        self._pending_results = completion, backward
         self.is_sent = True
-        self._unfinished = backward
         self.gradients.is_dirty = False
         return bytes(len(self._parameters))  # no averages yet, so no hook of the user's may step
 
@@ -310,10 +291,10 @@ class BufferSynchronizer(Synchronizer):
     def _note_failure(self, told: BaseException) -> None:
         # Keep a new error: the one that was raised holds its frames, and so the connections.
         if isinstance(told, PeerAbortedError | CommunicationError):
-            self._failure = type(told)(*told.args)
-            vars(self._failure).update(vars(told))  # the ranks, step, phase and reason
+            self.failure = type(told)(*told.args)
+            vars(self.failure).update(vars(told))  # the ranks, step, phase and reason
         else:
-            self._failure = self._failed_here(f"raised {reason_of(told)}")
+            self.failure = self._failed_here(f"raised {reason_of(told)}")
 
     def _failed_here(self, how: str) -> PeerAbortedError:
         return PeerAbortedError(
@@ -328,12 +309,11 @@ class BufferSynchronizer(Synchronizer):
         if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
             return True
-        is_unfinished = backward is self._unfinished
+        pending = self._pending_results
         has_ended = super().abort(backward, reason)
-        if has_ended and is_unfinished:
-            completion = self._forget_pending_results()
-            assert completion is not None
-            completion.close()
+        if has_ended and pending is not None and pending[1] is backward:
+            self._pending_results = None
+            pending[0].close()
             self.is_sent = False
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
@@ -355,27 +335,24 @@ class BufferSynchronizer(Synchronizer):
 
     def wait_for_results(self) -> None:
         """Wait for the results of the last synchronized backward; keeps errors for :meth:`raise_if_bad`."""
-        completion, backward = self._pending_results, self._unfinished
-        if completion is not None:
-            begin = perf_counter_ns()
-            try:
-                self._forget_pending_results()
-                completion.finish()
-            except BaseException:
-                if not completion.is_done:  # interrupted before it has waited: messages are in flight
-                    self._pending_results, self._unfinished = completion, backward
-                raise
-            if EventLog.current is not None:
-                EventLog.current.add("wait", "for results", begin)
+        pending = self._pending_results
+        if pending is None:
+            return
+        begin = perf_counter_ns()
+        try:
+            self._pending_results = None
+            pending[0].finish()
+        except BaseException:
+            if not pending[0].is_done:  # interrupted before it has waited: messages are in flight
+                self._pending_results = pending
+            raise
+        if EventLog.current is not None:
+            EventLog.current.add("wait", "for results", begin)
 
     def end_step(self, *, is_taken: bool) -> None:
         """Commit the step in all compressors, or revoke it; all ranks of the model do the same, for all chunks."""
         for group in self.reduction_groups:
             (group.comm_state.settle if is_taken else group.comm_state.revoke)()
-
-    def _forget_pending_results(self) -> Completion | None:
-        completion, self._pending_results, self._unfinished = self._pending_results, None, None
-        return completion
 
     def _finish_results(
         self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
@@ -385,10 +362,9 @@ class BufferSynchronizer(Synchronizer):
         except GeneratorExit:  # closed, as the step has failed
             raise
         except BaseException as error:
-            peer_error = self.fail(backward, error)
-            if peer_error is None:
-                raise
-            raise peer_error from error
+            if (peer_error := self.fail(backward, error)) is not None:
+                raise peer_error from error
+            raise
 
     def _take_results(
         self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]
@@ -443,16 +419,14 @@ class BufferSynchronizer(Synchronizer):
             self._numbers = []
 
     def _sum_late(self) -> None:
-        groups = self.groups[0]
         try:
             run(self._sum_numbers())
         except BaseException as error:
             self.knows_of_failure = True
-            instead = groups.fail(error, FINALIZE)
-            if instead is None:
-                raise
-            raise instead from error
-        groups.note(Activity.SUMMED)
+            if (instead := self.groups[0].fail(error, FINALIZE)) is not None:
+                raise instead from error
+            raise
+        self.groups[0].note(Activity.SUMMED)
 
     def _sum_numbers(self) -> Steps:
         groups = self.groups[0]
@@ -468,32 +442,19 @@ class BufferSynchronizer(Synchronizer):
         for group, of_ranks in zip(self.reduction_groups, statuses, strict=True):
             if NON_FINITE in of_ranks and self._finite is not None:
                 found = yield from self._finite.error(group.negotiation, group.groups, of_ranks, group.indices)
-                self._error = self._error or found
+                self.error = self.error or found
         for groups, of_ranks in zip(self.groups, statuses, strict=True):
             aborted = bytes(status == _ABORTED for status in of_ranks)
             if any(aborted) and not aborted_here:
-                self._error = error = aborted_error(groups.rank, groups.step, aborted)
+                self.error = error = aborted_error(groups.rank, groups.step, aborted)
                 error.job_rank = None if error.rank is None else groups.job_rank_of(error.rank)
             elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, even if no other rank reports
-                self._error = self._failed_here("was given up")
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the communication of this step has failed; other ranks do nothing more for it."""
-        return self._failure is not None
-
-    def forget_failure(self) -> None:
-        """Forget a failure, as another step begins or its error is being raised."""
-        self._failure = None
-
-    def forget_errors(self) -> None:
-        """Forget a failure, and an error that :meth:`raise_if_bad` would raise, as another iteration begins."""
-        self._failure = self._error = None
+                self.error = self._failed_here("was given up")
 
     def raise_if_bad(self) -> None:
         """Raise the error of any rank since the last call, once."""
-        failure, self._failure = self._failure, None
-        error, self._error = self._error, None
+        failure, error = self.failure, self.error
+        self.failure = self.error = None
         if failure is not None:
             raise failure
         if error is not None:
@@ -531,7 +492,7 @@ class BufferSynchronizer(Synchronizer):
         groups.note(Activity.BUCKET, bucket.plan.index)
         bucket.reopen()
         # A gradient that no rank expected waits for the second round.
-        members, averaged = bucket.extent.plan.members, self.gradients.averaged
+        members, averaged = bucket.plan.members, self.gradients.averaged
         unexpected = [k for k, i in enumerate(members) if not averaged[i]]
         bucket.late = [k for k in unexpected if bucket.parameters[k].grad_added_to_main_grad]  # type: ignore[attr-defined]
         self.gradients.add(i for i in members if averaged[i])
@@ -566,12 +527,6 @@ class BufferSynchronizer(Synchronizer):
 
 def _reduction_group_of(parameter: nn.Parameter) -> int:
     return 0 if getattr(parameter, "allreduce", True) else 1
-
-
-def _main_spec(spec: ParameterSpec, *, fp32: bool) -> ParameterSpec:
-    """The spec of ``main_grad``: that of the parameter, but dense, and in fp32 if ``fp32`` is set."""
-    dtype = torch.float32 if fp32 and spec.dtype in _HALF else spec.dtype
-    return replace(spec, dtype=dtype, sparse=False)
 
 
 def _duplicates(setup: Setup, default_group: ProcessGroup, module_state: ModuleState) -> list[Groups]:

@@ -153,7 +153,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.ddp_config = setup.ddp_config
         self.ddp_config.use()
         self.groups = setup.groups
-        self.bucket_size = _bucket_size(setup.ddp_config, setup.groups, disabled=setup.disable_bucketing)
+        # One bucket on later pipeline stages, which have time to wait, as in Megatron.
+        is_first_stage = setup.groups.pipeline is None or dist.get_rank(setup.groups.pipeline) == 0
+        has_buckets = self.ddp_config.overlap_grad_reduce and not setup.disable_bucketing and is_first_stage
+        self.bucket_size = (self.ddp_config.bucket_size or DEFAULT_BUCKET_SIZE) if has_buckets else None
         self.gradient_buffers = state = BufferSynchronizer(
             setup,
             default_group(),
@@ -262,7 +265,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         reducer = self._ready()
         synchronizer = reducer.synchronizer
-        if reducer.is_started or not (synchronizer.has_failed or synchronizer.is_sent):
+        if reducer.is_started or not (synchronizer.failure or synchronizer.is_sent):
             reducer.finish()
         if not self.ddp_config.overlap_grad_reduce:
             synchronizer.wait_for_results()
@@ -271,7 +274,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def begin_grad_sync(self) -> None:
         """Begin the synchronization of :meth:`finish_grad_sync`, if there is one, without waiting for other ranks."""
         reducer = self._ready()
-        if not (reducer.synchronizer.is_sent or reducer.synchronizer.has_failed):
+        if not (reducer.synchronizer.is_sent or reducer.synchronizer.failure):
             reducer.start()
 
     @uncompiled
@@ -295,7 +298,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             self.start_grad_sync()
             synchronizer.wait_for_results()
         except BaseException:
-            synchronizer.forget_failure()  # the error is being raised
+            synchronizer.failure = None  # the error is being raised
             raise
         finally:
             synchronizer.is_sent = False
@@ -337,7 +340,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
             logger.warning("%s (It was never finished here.)", error)
         synchronizer.end_step(is_taken=True)  # finalize_model_grads() ends it, too, but may not have been called
         synchronizer.is_sent = False
-        synchronizer.forget_errors()
+        synchronizer.failure = synchronizer.error = None
         synchronizer.gradients.discard()
         if zero_buffer:
             synchronizer.clear()
@@ -404,11 +407,3 @@ class DistributedDataParallel(DistributedDataParallelBase):
             "a Megatron wrapper holds buffers that its parameters point into, and cannot be copied or pickled; copy "
             "or save the module inside (ddp.module), and wrap the copy"
         )
-
-
-def _bucket_size(config: DistributedDataParallelConfig, groups: ParallelGroups, *, disabled: bool) -> int | None:
-    """The bucket size; None, for one bucket, on later pipeline stages, which have time to wait, as in Megatron."""
-    is_first_stage = groups.pipeline is None or dist.get_rank(groups.pipeline) == 0
-    if not config.overlap_grad_reduce or disabled or not is_first_stage:
-        return None
-    return config.bucket_size or DEFAULT_BUCKET_SIZE

@@ -1,13 +1,4 @@
-"""Completes gradients before an optimizer's step: averages them, and sums some over further groups.
-
-    data, expert            average     every parameter, by its wrapper
-    tensor                  sum         parameters that have seen only a part of the sequence
-    pipeline                sum         parameters of which every stage has a copy
-    embedding               sum         the weight of the first stage's embedding and the last stage's output layer
-    position embedding      sum         the weight, if several stages have it
-
-All sums are computed in ``main_grad``.
-"""
+"""Completes gradients in ``main_grad`` before an optimizer's step: averages them, and sums some over other groups."""
 
 from __future__ import annotations
 
@@ -23,6 +14,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.errors import CommunicationError
+from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
 from ppe_ddp.torch_internals import uncompiled
@@ -40,23 +32,20 @@ class _Shared(NamedTuple):
     """A gradient of which several ranks have a part."""
 
     name: str  # the parameter's name, or its role if the name differs between ranks
-    copies: list[tuple[DistributedDataParallel, nn.Parameter]]  # this rank's, one a chunk; they are added first
+    copies: list[tuple[BufferSynchronizer, int]]  # this rank's, one a chunk, by index there; they are added first
     factor: float = 1.0  # of the sum
+
+    @property
+    def main_grads(self) -> list[Tensor]:
+        return [state.gradients.main[i] for state, i in self.copies]
 
     def described(self) -> str:
         """One line, which is the same on all ranks whose gradients can be summed with this one."""
-        kinds = {
-            f"shape {tuple(one.shape)}, {main_grad_of(one).dtype}{chunk.gradient_buffers.place_of(one)}"
-            for chunk, one in self.copies
-        }
+        copies = zip(self.copies, self.main_grads, strict=True)
+        kinds = {f"shape {tuple(main.shape)}, {main.dtype}{state.place_of(i)}" for (state, i), main in copies}
         if len(kinds) > 1:
             raise ValueError(f"the chunks of the model have different forms of {self.name!r}: {'; '.join(kinds)}")
         return f"{self.name}: {kinds.pop()}, times {self.factor:g}"
-
-    def marks(self) -> list[tuple[bytearray, int]]:
-        """For each copy: the marks of its module that tell whether some rank had the gradient, and its index there."""
-        found = [(chunk.gradient_buffers.gradients, parameter) for chunk, parameter in self.copies]
-        return [(gradients.averaged, gradients.index[id(parameter)]) for gradients, parameter in found]
 
 
 @uncompiled
@@ -112,11 +101,15 @@ def finalize_model_grads(
         if not isinstance(chunk, DistributedDataParallel):
             raise TypeError(f"finalize_model_grads takes ppe_ddp.megatron wrappers, not {type(chunk).__name__}")
     config = chunks[0].config
-    _check(config)
+    for name, asks in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and asks(value):
+            raise ValueError(f"finalize_model_grads does not support {name}={value!r} of the model's configuration")
     is_own = groups is None or groups == chunks[0].groups
     parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with _together(chunks, parallel), parallel.step(), torch.no_grad():
-        routers = _updated_routers(chunks, config)
+        found = _routers(chunks, config)
+        routers = [one for one in found if one.training and not getattr(one, "frozen_expert_bias", False)]
         counts = torch.cat([one.local_tokens_per_expert.reshape(-1) for one in routers]) if routers else None
         numbers = [one for one in (counts, num_tokens) if one is not None]
         with chunks[0].gradient_buffers.completed_by([] if parallel.group("data") else numbers):
@@ -185,13 +178,6 @@ def _begin(chunks: Sequence[DistributedDataParallel]) -> None:
         chunk.begin_grad_sync()
 
 
-def _check(config: object) -> None:
-    for name, asks in _REFUSED.items():
-        value = getattr(config, name, None)
-        if value is not None and asks(value):
-            raise ValueError(f"finalize_model_grads does not support {name}={value!r} of the model's configuration")
-
-
 # ---------------------------------------------------------------------- which gradients are summed
 
 
@@ -202,22 +188,22 @@ def _over_tensor(chunks: Sequence[DistributedDataParallel], config: object, grou
     sums_qk = getattr(config, "qk_layernorm", False)
     found = []
     for number, chunk in enumerate(chunks):
-        for name, parameter in _with_main_grad(chunk):
+        for name, parameter, i in _with_main_grad(chunk):
             is_of_qk = sums_qk and ("q_layernorm" in name or "k_layernorm" in name)
-            label = f"{number}.{name}"
+            label, copies = f"{number}.{name}", [(chunk.gradient_buffers, i)]
             if getattr(parameter, "average_gradients_across_tp_domain", False):
-                found.append(_Shared(label, [(chunk, parameter)], 1.0 / groups.world_size))
+                found.append(_Shared(label, copies, 1.0 / groups.world_size))
             elif is_of_qk or (is_sequence_parallel and getattr(parameter, "sequence_parallel", False)):
-                found.append(_Shared(label, [(chunk, parameter)]))
+                found.append(_Shared(label, copies))
     return found
 
 
 def _over_pipeline(chunks: Sequence[DistributedDataParallel]) -> list[_Shared]:
-    copies: dict[str, list[tuple[DistributedDataParallel, nn.Parameter]]] = {}
+    copies: dict[str, list[tuple[BufferSynchronizer, int]]] = {}
     for chunk in chunks:
-        for name, parameter in _with_main_grad(chunk):
+        for name, parameter, i in _with_main_grad(chunk):
             if getattr(parameter, "pipeline_parallel", False):
-                copies.setdefault(name, []).append((chunk, parameter))
+                copies.setdefault(name, []).append((chunk.gradient_buffers, i))
     return [_Shared(name, copies[name]) for name in sorted(copies)]
 
 
@@ -233,21 +219,14 @@ def _of_ends(
     is_last = pipeline is not None and pipeline.rank == pipeline.world_size - 1
     has_predictions = bool(getattr(config, "mtp_num_layers", 0))  # then stages in between have it in their last chunk
     chunk = chunks[-1] if is_last or (has_predictions and not is_first) else chunks[0]
-    weight = weight_of(chunk.module, config)
-    if not isinstance(weight, nn.Parameter) or not hasattr(weight, "main_grad"):
-        return []
-    return [_Shared(weight_of.__name__, [(chunk, weight)])]
+    index = chunk.gradient_buffers.gradients.index.get(id(weight_of(chunk.module, config)))
+    return [] if index is None else [_Shared(weight_of.__name__, [(chunk.gradient_buffers, index)])]
 
 
-def _with_main_grad(chunk: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
-    named = chunk.module.named_parameters()
-    return [(name, parameter) for name, parameter in named if hasattr(parameter, "main_grad")]
-
-
-def main_grad_of(parameter: nn.Parameter) -> Tensor:
-    """The accumulated gradient of a wrapped parameter: a view of a buffer."""
-    main: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return main
+def _with_main_grad(chunk: DistributedDataParallel) -> list[tuple[str, nn.Parameter, int]]:
+    """The parameters that have a ``main_grad``: name, parameter, and index in the gradient buffers."""
+    index = chunk.gradient_buffers.gradients.index
+    return [(name, one, index[id(one)]) for name, one in chunk.module.named_parameters() if id(one) in index]
 
 
 # ---------------------------------------------------------------------- sums
@@ -257,23 +236,21 @@ def _sum(shared: Sequence[_Shared], parallel: ModelParallel, groups: Groups) -> 
     """Sum gradients over ``groups``, those of one dtype and device in one message."""
     kinds: dict[tuple[torch.dtype, torch.device], list[_Shared]] = {}
     for one in shared:
-        main = main_grad_of(one.copies[0][1])
+        main = one.main_grads[0]
         kinds.setdefault((main.dtype, main.device), []).append(one)
     for members in kinds.values():
-        parts = [[main_grad_of(parameter) for _, parameter in one.copies] for one in members]
+        parts = [one.main_grads for one in members]
         grads = [part[0] if len(part) == 1 else torch.stack(part).sum(0) for part in parts]
         # The message ends with marks of which gradients exist: one that no rank has stays absent on all ranks.
-        exist = [any(averaged[i] for averaged, i in one.marks()) for one in members]
+        exist = [any(state.gradients.averaged[i] for state, i in one.copies) for one in members]
         marks = torch.tensor(exist, dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), marks])
         parallel.all_reduce(groups, flat)
         *sums, marks = flat.split([*(grad.numel() for grad in grads), len(grads)])
         for one, total, mark in zip(members, sums, marks.tolist(), strict=True):
-            for _, parameter in one.copies:
-                main = main_grad_of(parameter)
+            for (state, i), main in zip(one.copies, one.main_grads, strict=True):
                 main.copy_(total.view_as(main) * one.factor if one.factor != 1.0 else total.view_as(main))
-            for averaged, i in one.marks() if mark else ():
-                averaged[i] = 1
+                state.gradients.averaged[i] |= bool(mark)
 
 
 def _sum_numbers(counts: Tensor | None, num_tokens: Tensor | None, parallel: ModelParallel) -> None:
@@ -294,12 +271,6 @@ def _sum_numbers(counts: Tensor | None, num_tokens: Tensor | None, parallel: Mod
         parallel.all_reduce(data, num_tokens)
 
 
-def _updated_routers(chunks: Sequence[DistributedDataParallel], config: object) -> list[Any]:
-    if not getattr(config, "moe_router_enable_expert_bias", False):
-        return []
-    return [one for one in _routers(chunks) if one.training and not getattr(one, "frozen_expert_bias", False)]
-
-
 def _update_routers(
     chunks: Sequence[DistributedDataParallel], config: object, updated: Sequence[Any], counts: Tensor | None
 ) -> None:
@@ -308,16 +279,19 @@ def _update_routers(
     for router, tokens in zip(updated, () if counts is None else counts.split(sizes), strict=True):
         below = torch.sign(tokens.mean(dtype=torch.float32) - tokens).view_as(router.expert_bias)
         router.expert_bias.add_(below, alpha=config.moe_router_bias_update_rate)  # type: ignore[attr-defined]
-    if getattr(config, "moe_router_enable_expert_bias", False):
-        for router in _routers(chunks):
-            router.local_tokens_per_expert.zero_()
+    for router in _routers(chunks, config):
+        router.local_tokens_per_expert.zero_()
     if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", None) or ()):
-        modules: list[Any] = [module for chunk in chunks for module in chunk.module.modules()]
-        for module in modules:
+        for module in _modules(chunks):
             if hasattr(module, "reset_global_aux_loss_tracker"):
                 module.reset_global_aux_loss_tracker()
 
 
-def _routers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
-    modules = (module for chunk in chunks for module in chunk.module.modules())
-    return [module for module in modules if getattr(module, "expert_bias", None) is not None]
+def _routers(chunks: Sequence[DistributedDataParallel], config: object) -> list[Any]:
+    """The modules with an expert bias, if the configuration asks for its updates."""
+    is_updated = getattr(config, "moe_router_enable_expert_bias", False)
+    return [one for one in _modules(chunks) if getattr(one, "expert_bias", None) is not None] if is_updated else []
+
+
+def _modules(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
+    return [module for chunk in chunks for module in chunk.module.modules()]

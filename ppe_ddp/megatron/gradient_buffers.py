@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
@@ -31,7 +32,7 @@ from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
 from ppe_ddp.engine.gradients import GradientStreams
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import Allocator, allocator, slots_of
+from ppe_ddp.engine.memory import allocator, slots_of
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec, Plan, Planner
@@ -73,6 +74,10 @@ class BucketRange:
     reduction_group: int
     start: int  # its first element in the buffer
     padded: int  # number of elements with padding, a multiple of the number of ranks
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The range, padding included, in the ``memory`` of its buffer."""
+        return memory.narrow(0, self.start, self.padded)
 
 
 @dataclass(frozen=True)
@@ -167,30 +172,23 @@ class ParamAndGradBuffer:
         number: int,
         parameters: Sequence[nn.Parameter],
         specs: Sequence[ParameterSpec],
-        allocate: Allocator,
         *,
-        with_params: bool,
+        scattered_in: ProcessGroup | None,  # sends the buffer itself, and gathers the parameters; None to all-reduce
     ) -> None:
         self.kind = kind = layout.kinds[number]
         size = layout.sizes[number]
         self.buckets = buckets = tuple(bucket for bucket in layout.buckets if bucket.buffer == number)
-        self.grad_data = allocate(size, kind.grad_dtype, kind.device).zero_()
         self.param_data: Tensor | None = None
         self.params = [parameters[i] for bucket in buckets for i in bucket.plan.members]
-        if with_params:
-            self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
-            for bucket in buckets:
-                for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
-                    slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
-                    parameters[i].data = slot.copy_(parameters[i].detach())
-
-    def grads(self, bucket: BucketRange) -> Tensor:
-        return self.grad_data.narrow(0, bucket.start, bucket.padded)
-
-    def values(self, bucket: BucketRange) -> Tensor:
-        """The parameters of one bucket, padding included."""
-        assert self.param_data is not None
-        return self.param_data.narrow(0, bucket.start, bucket.padded)
+        if scattered_in is None:
+            self.grad_data = torch.zeros(size, dtype=kind.grad_dtype, device=kind.device)
+            return
+        self.grad_data = allocator(scattered_in)(size, kind.grad_dtype, kind.device).zero_()
+        self.param_data = memory = torch.zeros(size, dtype=kind.param_dtype, device=kind.device)
+        for bucket in buckets:
+            for i, offset in zip(bucket.plan.members, bucket.plan.offsets, strict=True):
+                slot = memory.as_strided(specs[i].shape, specs[i].stride, bucket.start + offset)
+                parameters[i].data = slot.copy_(parameters[i].detach())
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients by ``scaling_factor``."""
@@ -206,7 +204,7 @@ class MainGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter], main: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
-        self._main = main
+        self.main = main
         self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
         self.streams: GradientStreams | None = None  # the streams that gradients are accumulated on; None on CPUs
         self.revision = 0  # counts synchronizations and zeroings
@@ -239,7 +237,7 @@ class MainGradients:
 
     def discard(self) -> None:
         """Drop the gradients in ``.grad``, and the marks of kernels that add to ``main_grad`` themselves."""
-        for i in self._main:
+        for i in self.main:
             parameter = self._parameters[i]
             if parameter.grad is not None:
                 parameter.grad = None
@@ -249,7 +247,7 @@ class MainGradients:
     def existing(self, reached: Sequence[int] | bytes | bytearray) -> bytearray:
         """One byte a parameter: whether its gradient is expected, accumulated, or still in ``.grad``."""
         mask = bytearray(self.accumulated)
-        for i in self._main:
+        for i in self.main:
             if reached[i] or self._parameters[i].grad is not None:
                 mask[i] = 1
         return mask
@@ -261,7 +259,7 @@ class MainGradients:
         for i in indices:
             parameter = self._parameters[i]
             gradient = parameter.grad
-            if gradient is None or i not in self._main:
+            if gradient is None or i not in self.main:
                 continue
             parameter.grad = None
             self.accumulated[i] = 1
@@ -270,13 +268,12 @@ class MainGradients:
                 self.fused.add(i)
                 if not getattr(parameter, "zero_out_wgrad", False):
                     continue  # .grad is a dummy
-            to.append(self._main[i])
+            to.append(self.main[i])
             of.append(gradient.detach() if gradient.requires_grad else gradient)  # create_graph
         if self.streams is not None:
             self.streams.wait_for_gradients(of)
-        if len(to) == 1:  # the usual case in no_sync(); a third of the cost of the fused call
-            to[0].add_(of[0])
-        elif True in [gradient.is_sparse for gradient in of]:
+        # One is the usual case in no_sync(): a third of the cost of the fused call, which takes no sparse gradients.
+        if len(to) == 1 or True in [gradient.is_sparse for gradient in of]:
             for memory, gradient in zip(to, of, strict=True):
                 memory.add_(gradient)
         elif to:
@@ -290,13 +287,13 @@ class MainGradients:
         taken: dict[int, Tensor] = {}
         for i in indices:
             gradient = self._parameters[i].grad
-            if gradient is not None and i in self._main:
+            if gradient is not None and i in self.main:
                 self._parameters[i].grad = None
                 taken[i] = gradient.detach()
         if self.streams is not None:
             self.streams.wait_for_gradients(list(taken.values()))
         for i, gradient in taken.items():
-            main, parameter = self._main[i], self._parameters[i]
+            main, parameter = self.main[i], self._parameters[i]
             taken[i] = (gradient.to_dense() if gradient.is_sparse else gradient).to(main.dtype)
             if parameter.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 self.fused.add(i)
@@ -307,7 +304,7 @@ class MainGradients:
     def put_back(self, taken: Mapping[int, Tensor]) -> None:
         """Add gradients that :meth:`take` has taken out to ``main_grad``, as they were not averaged."""
         for i, gradient in taken.items():
-            self._main[i].add_(gradient)
+            self.main[i].add_(gradient)
             self.accumulated[i] = 1
         self.is_dirty = True
 
@@ -352,6 +349,10 @@ class ReductionGroup:
             self.reduction = FunctionReduction(function, groups)
         self.negotiation.use_plug("gradients averaged by", self.reduction.agreed)
         self.negotiation.has_compressor = self.reduction.sends_kept
+        pairs = zip(module_state.names, module_state.parameters, strict=True)
+        frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
+        self.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
+        self.negotiation.check()
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank; empty without a compressor."""
@@ -389,21 +390,15 @@ class BufferBucket(DenseBucket):
         self._memory = memory
         self._gain = gain
         self._scatter = scatter
-        self._range = memory.narrow(0, 0, extent.plan.numel)
-        self.slots = slots_of(self._range, extent.plan, self.specs, self.parameters)  # the main_grad of each member
+        self._range = memory.narrow(0, 0, self.plan.numel)
+        size = extent.padded // self._groups.world_size
+        # The memory that gets averages: the whole range, or with reduce-scatter this rank's equal part.
+        self._averaged_part = self._range if scatter is None else memory.narrow(0, self._groups.rank * size, size)
+        self.slots = slots_of(self._range, self.plan, self.specs, self.parameters)  # the main_grad of each member
         self.late: list[int] = []  # places of members that no rank expects and to which kernels add: not to be sent
         self._is_reduced = False
         self._carried: Tensor | None = None
         self._message: tuple[Tensor, list[Tensor]] | None = None  # memory of the all-reduce, and the slots there
-        self._reduced_share: Tensor | None = None
-
-    @property
-    def _averaged_part(self) -> Tensor:
-        """The memory that gets averages, 1-D: the whole range, or with reduce-scatter this rank's equal part."""
-        if self._scatter is None:
-            return self._range
-        size = self.extent.padded // self._groups.world_size
-        return self._memory.narrow(0, self._groups.rank * size, size)
 
     def reset(self) -> None:
         self._is_reduced = False
@@ -411,12 +406,12 @@ class BufferBucket(DenseBucket):
 
     def clear(self, indices: Sequence[int]) -> None:
         """Set the gradients of the parameters at ``indices``, some of its members, to zero."""
-        if len(indices) == len(self.extent.plan.members):
+        if len(indices) == len(self.plan.members):
             self._memory.zero_()
             self.reset()
             return
         first = self._averaged_part.storage_offset() - self._memory.storage_offset()
-        for slot, index, offset in zip(self.slots, self.extent.plan.members, self.extent.plan.offsets, strict=True):
+        for slot, index, offset in zip(self.slots, self.plan.members, self.plan.offsets, strict=True):
             if index in indices:
                 slot.zero_()
                 if self._carried is not None:
@@ -440,7 +435,7 @@ class BufferBucket(DenseBucket):
 
     def refuse_kernel(self, index: int, *, is_sent: bool) -> None:
         """Raise if a kernel has added a gradient that arrives now to averages, or to what may have been sent before."""
-        k = self.extent.plan.members.index(index)
+        k = self.plan.members.index(index)
         parameter = self.parameters[k]
         is_fused = parameter.grad is not None and parameter.grad_added_to_main_grad  # type: ignore[attr-defined]
         if is_fused and (is_sent or self._carried is not None):
@@ -453,7 +448,7 @@ class BufferBucket(DenseBucket):
 
     def add(self, index: int, gradient: Tensor, *, is_first: bool) -> None:
         """Add an average of the second round to that of parameter ``index``; ``is_first`` if no rank expected it."""
-        slot = self.slots[self.extent.plan.members.index(index)]
+        slot = self.slots[self.plan.members.index(index)]
         if is_first and self._scatter is not None:
             slot.zero_()  # a reduce-scatter has sent the memory itself, to which kernels may have added meanwhile
         slot.add_(gradient)
@@ -468,8 +463,8 @@ class BufferBucket(DenseBucket):
             super().launch(is_last=is_last)
         else:
             factor = self._gain * self._reduction.mean_factor
-            self._reduced_share = self._scatter.memory_for_share(self._memory)
-            self.pending = self._scatter.start(self._reduced_share, self._memory, factor=factor, spare=False)
+            self._flat = self._scatter.memory_for_share(self._memory)
+            self.pending = self._scatter.start(self._flat, self._memory, factor=factor, spare=False)
 
     def _pack(self) -> tuple[Tensor, list[Tensor]]:
         if self._reduction.sends_nothing:
@@ -484,25 +479,19 @@ class BufferBucket(DenseBucket):
         return flat, slots
 
     def finish(self) -> Steps:
-        yield from super().finish() if self._scatter is None else self._scatter.finish(self)
+        yield from super().finish() if self._scatter is None else self._scatter.finish(self, self._reduction)
 
     def averages(self) -> list[Tensor]:
         """Write the averages into ``main_grad``, or with reduce-scatter into this rank's share; one view a member."""
         if self._reduction.sends_nothing:
             scale(self._range, self._range, self._gain * self.factor)
-        reduced = self._reduced_share if self._scatter is not None else self._flat
-        if reduced is not None and reduced is not self._range:
-            self._averaged_part.copy_(reduced)
+        if self._flat is not None and self._flat is not self._range:
+            self._averaged_part.copy_(self._flat)
         if self._carried is not None:
             self._averaged_part.add_(self._carried)
             self._carried = None
         self._is_reduced = True
         return self.slots
-
-    def release(self) -> None:
-        """Drop what belongs to one reduction."""
-        super().release()
-        self._reduced_share = None
 
     def put_back(self) -> list[tuple[int, Tensor]]:
         """Abandon the reduction, after its connections were closed; first waits while it may read ``main_grad``."""

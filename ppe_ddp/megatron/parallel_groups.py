@@ -13,7 +13,7 @@ import itertools
 import logging
 import zlib
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.shards import Copies, Shard
-from ppe_ddp.errors import DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
 _made_alone = itertools.count()
 _DATA = ("dp", "cp", "ep")
@@ -177,8 +177,8 @@ class CopiesOfParameters(Copies):
     def __init__(
         self, module: nn.Module, config: object, own: Groups, groups: ParallelGroups, parallel: ModelParallel
     ) -> None:
-        splits = [group for group in (groups.tensor, groups.pipeline) if group is not None]
-        super().__init__(own, own.parent, *(group for group in splits if dist.get_world_size(group) > 1))
+        splits = [one for one in (groups.tensor, groups.pipeline) if one is not None and dist.get_world_size(one) > 1]
+        super().__init__(own, own.parent, *splits)
         self._parallel = parallel
         self.are_of_parts = groups.split_model
         self._tensor_rank = _rank(groups.tensor)
@@ -189,8 +189,8 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(word_embedding(module, config)))
         if _rank(groups.position_embedding) > 0:
             self._copied.add(id(position_embedding(module, config)))
-        is_split = groups.tensor is not None and dist.get_world_size(groups.tensor) > 1
-        self.are_splits_marked = not is_split or any(hasattr(p, "tensor_model_parallel") for p in module.parameters())
+        is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
+        self.are_splits_marked = is_marked or groups.tensor not in splits
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:
@@ -222,8 +222,7 @@ class CopiesOfParameters(Copies):
             )
 
     def leave(self, error: BaseException) -> None:
-        if self._parallel.tells_all:
-            self._parallel.leave(error)
+        self._parallel.leave(error)
 
     def note_failed_update(self) -> None:
         if self.is_split:  # else the next step gathers all parameters
@@ -350,9 +349,11 @@ class ModelParallel:
         groups.failures.wait(start(), device)
         self._waits_in = None
 
-    def all_reduce(self, groups: Groups, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        start = partial(dist.all_reduce, tensor, op, group=groups.buckets, async_op=True)
-        self.communicate(groups, start, tensor.device)
+    def all_reduce(
+        self, groups: Groups, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, *, is_vote: bool = False
+    ) -> None:
+        group = groups.control if is_vote else groups.buckets
+        self.communicate(groups, partial(dist.all_reduce, tensor, op, group=group, async_op=True), tensor.device)
 
     def agree(self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool) -> None:
         """Wait until all ranks have come here, and check that the ranks of each group are about to send the same.
@@ -397,15 +398,13 @@ class ModelParallel:
     def confirm(self) -> None:
         """Wait until all ranks have come here, if any has summed gradients, so that all take the step or none does."""
         for groups in self._distinct if self._sums else ():
-            word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-            start = partial(dist.all_reduce, word, group=groups.control, async_op=True)
-            self.communicate(groups, start, word.device)
+            self.all_reduce(groups, torch.zeros(1, dtype=torch.uint8, device="cpu"), is_vote=True)
 
     def _vote(self, groups: Groups, extremes: Tensor) -> None:
         """Find the maxima over the ranks. If a rank had failed after the last step, renew connections and repeat."""
-        mine, vote = extremes.clone(), partial(dist.all_reduce, extremes, dist.ReduceOp.MAX, async_op=True)
+        mine = extremes.clone()
         try:
-            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
+            self.all_reduce(groups, extremes, dist.ReduceOp.MAX, is_vote=True)
         except Exception as error:
             instead = groups.fail(error, self._phase) or error
             if not isinstance(instead, PeerAbortedError) or instead.step is None or instead.step >= groups.step:
@@ -417,7 +416,7 @@ class ModelParallel:
                 self.renew()
                 self._begin_again_where_told(instead)  # the rank that failed reports to one group after another
             extremes.copy_(mine)
-            self.communicate(groups, lambda: vote(group=groups.control), extremes.device)
+            self.all_reduce(groups, extremes, dist.ReduceOp.MAX, is_vote=True)
 
     def _begin_again_where_told(self, error: PeerAbortedError) -> None:
         """Close the groups in which a rank has reported by now that it had failed after the last step."""
@@ -445,13 +444,18 @@ class ModelParallel:
 
     def _give_up(self, error: BaseException) -> BaseException | None:
         """Report to the ranks of all groups that this step has failed; returns the error to raise instead, or None."""
-        instead = self._waits_in.fail(error, self._phase) if self._waits_in is not None else None
-        aborted = relayed(instead or error)
-        for groups in self._distinct:
-            if groups.is_closed and not self._has_come:
-                groups.skip_step(aborted)
-            elif groups is not self._waits_in:
-                groups.fail(aborted, self._phase)
+        instead: PpeDdpError | None = None
+        try:
+            if self._waits_in is not None:
+                instead = self._waits_in.fail(error, self._phase)
+        finally:  # all are told, even if an interrupt ends a wait
+            aborted = relayed(instead or error)
+            with ExitStack() as stack:
+                for groups in reversed(self._distinct):
+                    if groups.is_closed and not self._has_come:
+                        stack.callback(groups.skip_step, aborted)
+                    elif groups is not self._waits_in:
+                        stack.callback(groups.fail, aborted, self._phase)
         return instead
 
 

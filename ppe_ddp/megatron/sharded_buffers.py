@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.peer_processes import Activity
@@ -20,7 +19,7 @@ from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-from ppe_ddp.megatron.gradient_buffers import BucketRange
+from ppe_ddp.megatron.gradient_buffers import ParamAndGradBuffer
 from ppe_ddp.torch_internals import version_of
 
 
@@ -45,10 +44,8 @@ class ShardedBuffers(ShardedModel):
     def __init__(self, state: BufferSynchronizer, number: int) -> None:
         self.copies = state.copies
         self.groups = state.reduction_groups[number].groups
-        self._buffers = state.buffers
         self._gradients = state.gradients
         self._synchronizer = state
-        self._pool = state.pool
         # A forward needs first the parameters that backward reaches last.
         self._buckets = [bucket for bucket in reversed(state.layout.buckets) if bucket.reduction_group == number]
         places = {
@@ -63,25 +60,17 @@ class ShardedBuffers(ShardedModel):
         self._weights: dict[int, Tensor] = {}
         self._assigned: dict[int, _Assigned] = {}
         self._under_way: set[int] = set()  # units that are being gathered
-        self._starts: list[tuple[int, int]] = []
+        self._places: list[tuple[ParamAndGradBuffer, slice]] = []  # of the shards
         for i in self._indices:
-            self._cut(*places[i], state.module_state.parameters[i], state.specs[i].name)
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self.groups.parent
-
-    def _cut(self, bucket: BucketRange, offset: int, parameter: nn.Parameter, name: str) -> None:
-        groups = self.groups
-        size = bucket.padded // groups.world_size
-        first, numel = groups.rank * size, parameter.numel()
-        start = min(max(first - offset, 0), numel)
-        stop = max(min(first + size - offset, numel), start)
-        self.shards.append(Shard(parameter, name, start, stop))
-        self._starts.append((bucket.buffer, bucket.start + offset + start))
-
-    def _slice(self, memory: Tensor, index: int) -> Tensor:
-        return memory.narrow(0, self._starts[index][1], self.shards[index].numel)
+            bucket, offset = places[i]
+            parameter, spec = state.module_state.parameters[i], state.module_state.specs[i]
+            size = bucket.padded // self.groups.world_size
+            first = self.groups.rank * size - offset
+            start = min(max(first, 0), spec.numel)
+            self.shards.append(Shard(parameter, spec, start, max(min(first + size, spec.numel), start)))
+            begin = bucket.start + offset
+            place = slice(begin + start, begin + self.shards[-1].stop)
+            self._places.append((state.buffers[bucket.buffer], place))
 
     @property
     def is_synchronized(self) -> bool:
@@ -97,8 +86,8 @@ class ShardedBuffers(ShardedModel):
                 "finish_grad_sync() (or finalize_model_grads()) before the optimizer's step"
             )
         return [
-            self._slice(self._buffers[self._starts[k][0]].grad_data, k) if self._gradients.averaged[i] else None
-            for k, i in enumerate(self._indices)
+            buffer.grad_data[place] if self._gradients.averaged[i] else None
+            for i, (buffer, place) in zip(self._indices, self._places, strict=True)
         ]
 
     def attach(self, index: int, weight: Tensor) -> None:
@@ -141,7 +130,8 @@ class ShardedBuffers(ShardedModel):
 
         Megatron's train step relies on this if it calls ``zero_grad_buffer(zero_buffer=False)``.
         """
-        super().zero_grad(indices)
+        for index in indices:
+            self.shards[index].parameter.grad = None
         self._synchronizer.clear_some([self._indices[index] for index in indices])
         for index in indices:
             if index in self._weights:
@@ -149,7 +139,7 @@ class ShardedBuffers(ShardedModel):
 
     def write(self, index: int, values: Tensor) -> None:
         """Set the shard at ``index`` in the parameter buffer; local."""
-        self._slice(self._memory_of(index), index).copy_(values.detach())
+        self._memory_of(index)[self._places[index][1]].copy_(values.detach())
 
     def write_in_place(self, indices: Sequence[int]) -> None:
         """Check that the parameters at ``indices`` are views of the buffer, which then has their new values."""
@@ -157,7 +147,7 @@ class ShardedBuffers(ShardedModel):
             self._memory_of(index)
 
     def _memory_of(self, index: int) -> Tensor:
-        memory = self._buffers[self._starts[index][0]].param_data
+        memory = self._places[index][0].param_data
         assert memory is not None
         shard = self.shards[index]
         if shard.parameter.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
@@ -170,14 +160,15 @@ class ShardedBuffers(ShardedModel):
     def gather(self, unit: int) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""
         bucket = self._buckets[unit]
-        if bucket.padded == 0:
+        if bucket.padded == 0 or self.groups.world_size == 1:
             return None
-        values = self._buffers[bucket.buffer].values(bucket)
-        groups = self.groups
+        groups, memory = self.groups, self._synchronizer.buffers[bucket.buffer].param_data
+        assert memory is not None
+        values = bucket.of(memory)
         size = bucket.padded // groups.world_size
         groups.note(Activity.GATHER)
         self._under_way.add(unit)
-        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._pool)
+        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._synchronizer.pool)
 
     def abandon(self, unit: int | None = None) -> None:
         self._under_way -= self._under_way if unit is None else {unit}

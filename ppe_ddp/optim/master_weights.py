@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ppe_ddp.engine.plan import is_non_overlapping_and_dense
 from ppe_ddp.engine.record import EventLog
-from ppe_ddp.engine.zero.shards import Shard, ShardedModel
+from ppe_ddp.engine.zero.shards import Shard, ShardedModel, is_dense
 from ppe_ddp.torch_internals import step_hooks
 
 _LARGEST_BYTES = 16 << 10  # of a small shard; from 32 KB on, copying it takes as long as the saved calls (measured)
@@ -46,17 +45,13 @@ class MasterWeight:
     def __init__(self, index: int, shard: Shard, dtype: torch.dtype) -> None:
         self.index = index
         self.shard = shard
-        self.dtype = torch.promote_types(shard.parameter.dtype, dtype)
-        own = self.own()
-        self.is_alias = own.dtype == self.dtype and is_non_overlapping_and_dense(shard.parameter)
-        self.weight = nn.Parameter(own if self.is_alias else own.to(self.dtype, copy=True))
+        own, dtype = self.own(), torch.promote_types(shard.parameter.dtype, dtype)
+        self.is_alias = own.dtype == dtype and is_dense(shard.parameter, shard.spec)
+        self.weight = nn.Parameter(own if self.is_alias else own.to(dtype, copy=True))
 
     def own(self) -> Tensor:
         """This rank's part of the current parameter: a view of its memory if that is dense, else a copy."""
-        parameter, shard = self.shard.parameter.detach(), self.shard
-        if is_non_overlapping_and_dense(parameter):
-            return parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start)
-        return parameter.reshape(-1)[shard.start : shard.stop].clone()
+        return self.shard.cut(self.shard.parameter)
 
     def written(self) -> Tensor | None:
         """The master weight with the values that other code has written into the parameter; None if it has not."""
@@ -64,12 +59,12 @@ class MasterWeight:
         rounded = self.weight.to(own.dtype)
         if own.is_cpu and _are_equal(own, rounded):  # the host would wait for a GPU
             return None
-        return torch.where(own != rounded, own.to(self.dtype), self.weight)
+        return torch.where(own != rounded, own.to(self.weight.dtype), self.weight)
 
     def follow(self) -> None:
         """Take the place in memory of the parameter, which other code has moved; be a copy if its memory has holes."""
-        self.weight.data = self.own()
-        self.is_alias = is_non_overlapping_and_dense(self.shard.parameter)
+        self.is_alias = is_dense(self.shard.parameter, self.shard.spec)
+        self.weight.data = self.own() if self.is_alias else self.own().clone()
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
@@ -155,7 +150,9 @@ class FlatStep:
         weights = [group["params"] for group, _ in groups]
         try:
             for group, flats in groups:
-                group["params"] = _with(flats, group["params"])
+                laid_out = {id(weight) for flat in flats for weight in flat.weights}
+                others = [weight for weight in group["params"] if id(weight) not in laid_out]
+                group["params"] = [*others, *(flat.weight for flat in flats)]
                 optimizer.state.update({flat.weight: flat.state for flat in flats})
             optimizer.step()
         finally:
@@ -270,11 +267,6 @@ class FlatShards:
                 state[key] = part
         self._kept = dict(self.state)
         self._entries = list(chain.from_iterable(map(dict.values, self._states)))
-
-
-def _with(flats: Sequence[FlatShards], weights: Sequence[Tensor]) -> list[Tensor]:
-    laid = {id(weight) for flat in flats for weight in flat.weights}
-    return [*(weight for weight in weights if id(weight) not in laid), *(flat.weight for flat in flats)]
 
 
 def _parts(weights: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
-from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, PpeDdpError, UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
@@ -128,9 +128,7 @@ class DistributedOptimizer(Optimizer):
         self._index = {id(shard.parameter): k for k, shard in enumerate(self._model.shards)}
         for group in optimizer.param_groups:
             self._check_known(group["params"])
-        for group in optimizer.param_groups:
-            self._take_over(group)
-        self._note_made()
+        self._take_over(optimizer.param_groups)
         self._gather = ParameterGather([self._model])
         self._overlaps = overlap
         self._everyone.add(self)
@@ -158,25 +156,30 @@ class DistributedOptimizer(Optimizer):
                 "wrapping and unfreezing, on those of model.parameters() that the wrapper averages"
             )
 
-    def _take_over(self, group: dict[str, Any]) -> None:
-        """Put master weights in the place of the parameters in ``group``, without those that are frozen."""
-        masters: list[MasterWeight] = []
-        given = {id(parameter) for parameter in group["params"]} & self._index.keys()  # without those frozen here
+    def _take_over(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Put master weights in the place of the parameters in ``groups``, without those that are frozen."""
+        given = {id(parameter) for group in groups for parameter in group["params"]} & self._index.keys()
         for other in set(self._everyone) - {self}:
             for master in other._masters:
                 if id(master.shard.parameter) in given:
                     other._lost = master.shard.name
-        for parameter in group["params"]:
-            state = self._inner.state.pop(parameter, None)
-            if (index := self._index.get(id(parameter))) is None:
-                continue
-            master = MasterWeight(index, self._model.shards[index], self._dtype)
-            masters.append(master)
-            self._model.attach(index, master.weight)
-            if state is not None:
-                self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
-        group["params"] = [master.weight for master in masters]
-        self._masters.extend(masters)
+        for group in groups:
+            masters: list[MasterWeight] = []
+            for parameter in group["params"]:
+                state = self._inner.state.pop(parameter, None)
+                if (index := self._index.get(id(parameter))) is None:
+                    continue
+                master = MasterWeight(index, self._model.shards[index], self._dtype)
+                masters.append(master)
+                self._model.attach(index, master.weight)
+                if state is not None:
+                    self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
+            group["params"] = [master.weight for master in masters]
+            self._masters.extend(masters)
+        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
+        first = self._masters[0].shard.name if self._masters else "nothing"
+        titles = optimizer_state.described(self._inner, self._masters, self._dtype)
+        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles)
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -230,14 +233,7 @@ class DistributedOptimizer(Optimizer):
             raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
         self._flat_step.separate()
         self._inner.add_param_group({**param_group, "params": given})
-        self._take_over(self._inner.param_groups[-1])
-        self._note_made()
-
-    def _note_made(self) -> None:
-        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
-        first = self._masters[0].shard.name if self._masters else "nothing"
-        titles = optimizer_state.described(self._inner, self._masters, self._dtype)
-        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles)
+        self._take_over(self._inner.param_groups[-1:])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._inner!r})"
@@ -266,7 +262,8 @@ class DistributedOptimizer(Optimizer):
         check = ScaleCheck(len(kinds), self._model.copies)
         for master in kinds.values():
             assert master.weight.grad is not None
-            master.weight.grad = SharedScaleCheck.of(master.weight.grad, check)
+            master.weight.grad = shared = master.weight.grad.as_subclass(SharedScaleCheck)
+            shared.check = check
             self._checked.append(master)
 
     def _end_inf_checks(self) -> None:
@@ -295,9 +292,7 @@ class DistributedOptimizer(Optimizer):
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
                 "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
-        loss = None
-        if closure is not None:
-            loss = self._loss_of(closure)
+        loss = None if closure is None else self._loss_of(closure)
         self._gather.finish()
         is_awaited = True
         try:
@@ -316,7 +311,7 @@ class DistributedOptimizer(Optimizer):
             else:
                 self._gather.start(units, overlap=self._overlaps)
         except BaseException as error:
-            self._tell(error, is_awaited=is_awaited)
+            self._fail(error, is_awaited=is_awaited)
             raise
         finally:
             self._is_stepping, self._last_step = False, self._model.groups.step
@@ -331,17 +326,11 @@ class DistributedOptimizer(Optimizer):
         except BaseException as error:
             groups = self._model.groups
             if groups.step != before and not groups.is_closed:  # else the backward, if any, has told them
-                self._tell(error, is_awaited=True)
+                self._fail(error, is_awaited=True)
             raise
 
-    def _tell(self, error: BaseException, *, is_awaited: bool) -> None:
-        """Tell the other ranks of ``error``; raises another rank's error if that has failed first."""
-        peer_error = self._fail(error, is_awaited=is_awaited)
-        if peer_error is not None:
-            raise peer_error from error
-
-    def _fail(self, error: BaseException, *, is_awaited: bool) -> PpeDdpError | None:
-        """Tell the ranks that wait for this one; returns the error to raise instead if another rank has failed.
+    def _fail(self, error: BaseException, *, is_awaited: bool) -> None:
+        """Tell the other ranks of ``error``; raises another rank's error if that has failed first.
 
         Otherwise ranks with nothing to gather here would hear of it in the next step only, and lose that step.
         """
@@ -358,7 +347,8 @@ class DistributedOptimizer(Optimizer):
                 has_told = True
         if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else the rank that failed tells it
             self._model.copies.note_failed_update()
-        return peer_error
+        if peer_error is not None:
+            raise peer_error from error
 
     def _may_gather(self) -> bool:
         """Whether a step at this point may gather anything; the same on every rank."""
@@ -583,13 +573,8 @@ class ScaleCheck:
 
     def __init__(self, calls: int, copies: Copies) -> None:
         self._missing = calls
-        self._copies = copies
+        self.copies = copies
         self._found: list[Tensor] = []
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that have shards of these gradients."""
-        return max(map(dist.get_world_size, self._copies.parents))
 
     @uncompiled
     def add(self, found: Tensor) -> None:
@@ -600,9 +585,9 @@ class ScaleCheck:
             return
         for other in self._found[:-1]:
             found.copy_(found.maximum(other.to(found.device)))
-        self._copies.check_scaling()
-        with self._copies.agreeing():
-            self._copies.all_reduce(found, dist.ReduceOp.MAX)
+        self.copies.check_scaling()
+        with self.copies.agreeing():
+            self.copies.all_reduce(found, dist.ReduceOp.MAX)
 
 
 class SharedScaleCheck(Tensor):
@@ -611,14 +596,7 @@ class SharedScaleCheck(Tensor):
     Its norm is refused, as it would be that of one rank; all other functions work as on any tensor.
     """
 
-    _check: ScaleCheck
-
-    @classmethod
-    def of(cls, gradient: Tensor, check: ScaleCheck) -> SharedScaleCheck:
-        """Return ``gradient`` as this subclass, with the same memory."""
-        shared: SharedScaleCheck = gradient.as_subclass(cls)
-        shared._check = check
-        return shared
+    check: ScaleCheck
 
     @classmethod
     def __torch_function__(
@@ -629,7 +607,7 @@ class SharedScaleCheck(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with without_torch_function():
-            if func in _NORMS and args and _check_of(args[0]).ranks > 1:
+            if func in _NORMS and args and max(map(dist.get_world_size, _check_of(args[0]).copies.parents)) > 1:
                 raise UnusableError(
                     "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
                     "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
@@ -643,4 +621,4 @@ class SharedScaleCheck(Tensor):
 
 def _check_of(gradients: Tensor | Sequence[Tensor]) -> ScaleCheck:
     given = [gradients] if isinstance(gradients, Tensor) else gradients
-    return next(gradient._check for gradient in given if isinstance(gradient, SharedScaleCheck))
+    return next(gradient.check for gradient in given if isinstance(gradient, SharedScaleCheck))

@@ -52,18 +52,11 @@ def _plain(value: Any) -> Any:
 
 
 def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
-    """This rank's part of a whole parameter's state, in the precision of the master weight.
-
-    Such state exists if the optimizer has made steps before, and for Adagrad always.
-    """
-    shard = master.shard
-    parameter = shard.parameter
+    """This rank's part of a parameter's state, of steps before (Adagrad always has some), in the master's precision."""
     cut: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _SCALARS:
-            laid_out = torch.empty_strided(parameter.shape, _strides(parameter), dtype=value.dtype, device=value.device)
-            value = laid_out.copy_(value).as_strided((parameter.numel(),), (1,))[shard.start : shard.stop]
-            value = value.to(_dtype_of(value, master), copy=True)
+        if isinstance(value, torch.Tensor) and value.shape == master.shard.parameter.shape and key not in _SCALARS:
+            value = master.shard.cut(value).to(_dtype_of(value, master), copy=True)
         cut[key] = value
     return cut
 
@@ -96,7 +89,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
         "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
-        "layout": {m.shard.name: _layout(m.shard.parameter) for m in masters},
+        "layout": {m.shard.name: _layout(m) for m in masters},
     }
 
 
@@ -166,7 +159,7 @@ class _CheckpointPart:
         self._moves_steps = {name for options in moving for name in options["params"]}
         for master in masters:
             name = master.shard.name
-            expected, saved = _layout(master.shard.parameter), checkpoint["layout"][name]
+            expected, saved = _layout(master), checkpoint["layout"][name]
             if saved != expected:
                 raise ValueError(
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
@@ -195,7 +188,7 @@ class _CheckpointPart:
         ranks = value.device_mesh.size()  # type: ignore[attr-defined]
         own: Tensor = value.to_local()  # type: ignore[attr-defined]
         place = value.device_mesh.get_coordinate()[0]  # type: ignore[attr-defined]  # pickled: of the rank that saved
-        start, stop = bounds_of(master.shard.parameter.numel(), self._rank, self._world_size)
+        start, stop = bounds_of(master.shard.spec.numel, self._rank, self._world_size)
         if ranks != self._world_size or own.numel() != stop - start or place != self._rank:
             raise ValueError(
                 f"the state of {master.shard.name!r} was saved by rank {place} of {ranks}: torch.save keeps one rank's "
@@ -224,7 +217,7 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Cut
 
-    own, group, numel = value.detach(), model.group, master.shard.parameter.numel()
+    own, group, numel = value.detach(), model.group, master.shard.spec.numel
     if own.device.type not in meshes:
         meshes[own.device.type] = DeviceMesh.from_group(group, own.device.type)
     if not model.has_even_shards:
@@ -276,10 +269,5 @@ def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
     return master.weight.dtype if state.is_floating_point() else state.dtype
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """The strides by which a parameter is flattened: its own if its memory has no holes."""
-    return torch.empty_like(parameter, device="meta").stride() if parameter.dim() else ()
-
-
-def _layout(parameter: Tensor) -> str:
-    return f"{tuple(parameter.shape)} strides {tuple(_strides(parameter))}"
+def _layout(master: MasterWeight) -> str:
+    return f"{master.shard.spec.shape} strides {master.shard.spec.stride}"

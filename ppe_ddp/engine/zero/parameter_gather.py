@@ -6,10 +6,9 @@
 A parameter whose values are in flight is a :class:`PendingParameter` until its first use in Python, by a module,
 a hook, a copy, a loop over ``parameters()``. The use waits and starts no collective, so one rank may do it alone.
 
-Two kinds of uses do not go through Python. Compiled code and extensions read parameters in C++: modules can be watched,
-so that their forwards wait before they begin. Other reads cannot be noticed: of memory that was held since before the
-step (a kept ``p.data`` or ``state_dict``), and of parameters passed to an extension or to ``torch.func.grad`` outside
-of a module. Hence parameters are in flight after a step only if the user has asked for it (``overlap=True``).
+Compiled code and extensions read parameters in C++: modules can be watched, so that their forwards wait before they
+begin. Other reads cannot be noticed (``DistributedOptimizer`` names them). Hence parameters are in flight after a step
+only if the user has asked for it (``overlap=True``).
 
 The message of a unit is packed, or in place:
 
@@ -38,10 +37,9 @@ from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import UPDATE, relayed
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import MemoryPool
-from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
-from ppe_ddp.engine.zero.shards import Rows, ShardedModel, bounds_of, flattened, is_dense
+from ppe_ddp.engine.zero.shards import Rows, Shard, ShardedModel, flattened, is_dense
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
 from ppe_ddp.torch_internals import is_compiled, uncompiled, without_torch_function
@@ -65,10 +63,7 @@ _USES_NO_VALUES = frozenset(
 
 
 class PendingParameter(nn.Parameter):
-    """The class of a parameter while its values are in flight. Its first use waits, and restores its own class.
-
-    Only ``__class__`` of the parameter is changed, as torch does with lazy parameters.
-    """
+    """The ``__class__`` of a parameter while its values are in flight. Its first use waits, and restores its own."""
 
     @classmethod
     def __torch_function__(
@@ -106,23 +101,20 @@ def wait_for(parameter: nn.Parameter) -> None:
     """Wait for the values of ``parameter``, if they are in flight."""
     gather: ParameterGather | None = vars(parameter).get(_OWNER)
     if gather is not None:
-        gather.wait_for(parameter)
+        gather.finish([gather.unit_of[id(parameter)]])
 
 
 class ParameterGather:
-    """Gathers the units of some sharded models, and knows which of them are in flight. It is thread-safe.
-
-    There is one model for each group of ranks that shares parameters.
-    """
+    """Gathers the units of sharded models, one for each group of ranks that shares parameters; it is thread-safe."""
 
     def __init__(self, models: Sequence[ShardedModel]) -> None:
         self._models = models
-        self._units = [(number, unit) for number, model in enumerate(models) for unit in range(len(model.units))]
         self._members = {
-            (number, unit): [models[number].shards[index].parameter for index in models[number].units[unit]]
-            for number, unit in self._units
+            (number, unit): [model.shards[index].parameter for index in indices]
+            for number, model in enumerate(models)
+            for unit, indices in enumerate(model.units)
         }
-        self._unit_of = {id(parameter): key for key in self._units for parameter in self._members[key]}
+        self.unit_of = {id(parameter): key for key, members in self._members.items() for parameter in members}
         self._marked: set[Unit] = set()
         self._pending: dict[Unit, Waitable] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the last step
@@ -134,8 +126,7 @@ class ParameterGather:
             model.groups.gathers.add(self)
 
     def __del__(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.unwatch()
 
     # ------------------------------------------------------------------ gathering
 
@@ -156,7 +147,7 @@ class ParameterGather:
         """
         self.finish()
         self._sent_in = self._connections
-        for key in self._units if units is None else [(0, unit) for unit in units]:
+        for key in self._members if units is None else [(0, unit) for unit in units]:
             members = self._members[key]
             if PendingParameter in set(map(type, members)):  # in flight for another optimizer of the same model
                 for parameter in members:
@@ -192,9 +183,6 @@ class ParameterGather:
     @property
     def is_under_way(self) -> bool:
         return bool(self._pending)
-
-    def wait_for(self, parameter: nn.Parameter) -> None:
-        self.finish([self._unit_of[id(parameter)]])
 
     def finish(self, units: Iterable[Unit] | None = None) -> None:
         """Wait for ``units``, or for all that are in flight; afterwards none of these is, unless it is interrupted.
@@ -330,8 +318,8 @@ class ParameterGather:
             return
         self._handles.append(module.register_forward_pre_hook(_CompiledWaitHook(self), prepend=True))
         for part in module.modules():
-            if any(id(parameter) in self._unit_of for parameter in part.parameters(recurse=False)):
-                units = sorted({self._unit_of[id(p)] for p in part.parameters() if id(p) in self._unit_of})
+            if any(id(parameter) in self.unit_of for parameter in part.parameters(recurse=False)):
+                units = sorted({self.unit_of[id(p)] for p in part.parameters() if id(p) in self.unit_of})
                 self._handles.append(part.register_forward_pre_hook(_WaitHook(self, units), prepend=True))
 
     def unwatch(self) -> None:
@@ -344,7 +332,7 @@ class _WaitHook:
     """A module hook that waits for units. In a copied or unpickled module it waits for nothing."""
 
     def __init__(self, gather: ParameterGather | None = None, units: Sequence[Unit] | None = None) -> None:
-        self._gather = _nothing if gather is None else weakref.ref(gather)
+        self._gather: Callable[[], ParameterGather | None] = (lambda: None) if gather is None else weakref.ref(gather)
         self._units = units
 
     def __call__(self, module: nn.Module, _arguments: object) -> None:
@@ -371,34 +359,20 @@ class _CompiledWaitHook(_WaitHook):
             gather.finish()
 
 
-def _nothing() -> None:
-    """Stands for a reference to a gather that is gone."""
-
-
 class UnitGather:
-    """Gathers some parameters of one dtype and device; reused in each step, with its views of the parameters.
+    """Gathers some parameters of one dtype and device; reused, with its views of them, as long as it is current."""
 
-    It has to be made anew when a parameter has moved in memory, see :meth:`is_current`.
-    """
-
-    def __init__(
-        self,
-        members: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        specs: Sequence[ParameterSpec],
-        groups: Groups,
-        pool: MemoryPool,
-    ) -> None:
+    def __init__(self, members: Sequence[int], shards: Sequence[Shard], groups: Groups, pool: MemoryPool) -> None:
         self.members = list(members)
-        self._parameters = parameters
-        self._specs = specs
+        self._parameters = [shard.parameter for shard in shards]
+        self._specs = specs = [shard.spec for shard in shards]
         self._groups = groups
         rank, world_size = groups.rank, groups.world_size
         layout = Rows(specs, rank, world_size)
         self._addresses = self._now()
-        self._loose = [k for k, spec in enumerate(specs) if not is_dense(parameters[k], spec)]
-        self._flats = [flattened(p.detach(), spec) for p, spec in zip(parameters, specs, strict=True)]
-        self._own = [flat[slice(*bounds_of(flat.numel(), rank, world_size))] for flat in self._flats]
+        self._loose = [k for k, shard in enumerate(shards) if not is_dense(shard.parameter, shard.spec)]
+        self._flats = [flattened(shard.parameter.detach(), shard.spec) for shard in shards]
+        self._own = [flat[shard.start : shard.stop] for flat, shard in zip(self._flats, shards, strict=True)]
         self._rows: Tensor | None = None
         self._pool: MemoryPool | None = pool
         if len(specs) == 1 and not self._loose and specs[0].numel % world_size == 0:

@@ -15,10 +15,10 @@ from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import MemoryPool, offers_memory
-from ppe_ddp.errors import CommunicationError, PeerAbortedError
+from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class ReduceScatter:
@@ -30,9 +30,8 @@ class ReduceScatter:
     """
 
     def __init__(self, groups: Groups, pool: MemoryPool, device: torch.device) -> None:
-        self._groups = groups
+        self._groups, self._world_size = groups, groups.world_size
         self._pool = pool
-        self._world_size = groups.world_size
         self._by_all_to_all = backends_of(groups.buckets).get(device.type) == "gloo"
         # Whether messages from the pool's memory are faster, since the backend allocates it.
         self.from_pool = offers_memory(groups.buckets, device)
@@ -60,31 +59,18 @@ class ReduceScatter:
         if self._world_size == 1:
             scale(share, flat, factor)
             return None
-        return (self._exchange if self._by_all_to_all else self._reduce)(share, flat, factor, spare)
+        return self._exchange(share, flat, factor) if self._by_all_to_all else self._reduce(share, flat, factor, spare)
 
-    def finish(self, bucket: Bucket) -> Steps:
+    def finish(self, bucket: Bucket, reduction: Reduction) -> Steps:
         """Wait for the reduce-scatter of ``bucket``, as steps; raises CommunicationError if the transport failed."""
         # No local variable for the pending operation: a generator that nobody resumes would hold it.
-        if bucket.pending is None:
-            return
-        try:
+        if bucket.pending is not None:
             yield probe(bucket.pending)
-            self._groups.failures.wait(bucket.pending, bucket.plan.device)
-        except PeerAbortedError:
-            raise
-        except RuntimeError as error:
-            raise self.failure(bucket, error) from error
-        bucket.pending = None
+            plan = bucket.plan
+            reduction.finish_average(bucket.pending, plan.device, bucket.names, plan.index, "the reduce-scatter failed")
+            bucket.pending = None
 
-    def failure(self, bucket: Bucket, error: RuntimeError) -> CommunicationError:
-        """The error to raise for an ``error`` of the transport."""
-        return CommunicationError(
-            f"rank {self._groups.rank}, bucket {bucket.plan.index} with {bucket.names[0]!r}: the reduce-"
-            f"scatter failed: {error}. An error or a crash on another rank ends here: look for the first traceback of "
-            "all ranks."
-        )
-
-    def _exchange(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
+    def _exchange(self, share: Tensor, flat: Tensor, factor: float) -> Waitable:
         received = self._pool.take(flat.numel(), flat.dtype, flat.device)
         # as bytes, since gloo does not know every dtype
         work = dist.all_to_all_single(
@@ -94,7 +80,7 @@ class ReduceScatter:
 
     def _add_up(self, share: Tensor, rows: Tensor, factor: float) -> None:
         """Sum the rows in the order of ranks."""
-        is_half = share.dtype in _HALVES
+        is_half = share.dtype in HALVES
         total = self._pool.take(share.numel(), torch.float32, share.device) if is_half else share
         scale(total, rows[0], factor)
         for row in rows[1:]:
@@ -103,8 +89,8 @@ class ReduceScatter:
             share.copy_(total)
 
     def _reduce(self, share: Tensor, flat: Tensor, factor: float, spare: bool) -> Waitable:
-        if flat.dtype in _HALVES:
-            if self.from_pool and share.dtype not in _HALVES:
+        if flat.dtype in HALVES:
+            if self.from_pool and share.dtype not in HALVES:
                 # The pool's memory is shared between the ranks, so a wider dtype sends no more bytes.
                 wide = self._pool.take(flat.numel(), share.dtype, flat.device)
                 scale(wide, flat, factor)
@@ -144,16 +130,11 @@ class _Then:
                 finish()
 
 
-def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable | None:
+def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable:
     """All-gather the shares of all ranks into ``flat`` (1-D), in rank order; ``share`` may be this rank's part of it.
 
-    If the group offers memory, the share is first copied to ``pool``; pass None if it lies there already. Returns None
-    in a group of one rank.
+    If the group offers memory, the share is first copied to ``pool``; pass None if it lies there already.
     """
-    if dist.get_world_size(group) == 1:
-        if share.data_ptr() != flat.data_ptr():
-            flat.copy_(share)
-        return None
     if pool is not None and offers_memory(group, share.device):
         share = pool.take(share.numel(), share.dtype, share.device).copy_(share)
     function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

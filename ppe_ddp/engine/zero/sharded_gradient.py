@@ -11,7 +11,7 @@ clearing works: if it is gone from ``.grad`` the shard is void, and ``zero_()`` 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import is_cast, is_foreach_zero, without_memory
 
 _ATEN = torch.ops.aten
+_SCALINGS = (_ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.div_.Tensor, _ATEN.div_.Scalar)
 
 
 class GradientShard:
@@ -35,29 +36,18 @@ class GradientShard:
         self.title = title
         self.bounds = bounds  # in the flattened parameter
         self.local: Tensor | None = None  # the whole gradients that later backwards of this rank have added
-        # Its ``grad`` is the average. It is the 1-D tensor that an optimizer updates, once attached.
+        # Its ``grad`` is the average (1-D), or None. It is the 1-D tensor that an optimizer updates, once attached.
         self.weight: Any = SimpleNamespace(grad=None)
 
     def attach(self, weight: Tensor) -> None:
         """Keep the average in ``weight.grad`` from now on, in the dtype of ``weight``."""
-        value = self.value
-        self.weight = weight
-        self.value = None if value is None else value.to(weight.dtype)
+        value, self.weight = self.weight.grad, weight
+        weight.grad = None if value is None else value.to(weight.dtype)
 
     @property
     def is_attached(self) -> bool:
         """Whether an optimizer updates this shard."""
         return isinstance(self.weight, Tensor)
-
-    @property
-    def value(self) -> Tensor | None:
-        """This rank's shard of the average, 1-D; None if there is none."""
-        value: Tensor | None = self.weight.grad
-        return value
-
-    @value.setter
-    def value(self, value: Tensor | None) -> None:
-        self.weight.grad = value
 
     def add(self, average: Tensor) -> None:
         """Add an average (1-D), which this object owns from here on."""
@@ -83,11 +73,8 @@ class GradientShard:
 
     @property
     def parts(self) -> list[Tensor]:
-        return [part for part in (self.value, self.local) if part is not None]
-
-    def update(self, change: Callable[[Tensor], object]) -> None:
-        for part in self.parts:
-            change(part)
+        """The average and the local gradients, as far as there are any."""
+        return [part for part in (self.weight.grad, self.local) if part is not None]
 
 
 class ShardedGradient(Tensor):
@@ -128,12 +115,9 @@ class ShardedGradient(Tensor):
         if func in (_ATEN.add_.Tensor, _ATEN.add.Tensor) and not kwargs and args[1].shape == first.shape:
             first.content.accumulate(args[1])
             return first if func is _ATEN.add_.Tensor else cls(first.content, first)  # create_graph
-        if func is _ATEN.zero_.default:
-            first.content.update(Tensor.zero_)
-        elif func in (_ATEN.mul_.Tensor, _ATEN.mul_.Scalar) and _is_number(args[1]):
-            first.content.update(lambda part: part.mul_(args[1]))
-        elif func in (_ATEN.div_.Tensor, _ATEN.div_.Scalar) and _is_number(args[1]):
-            first.content.update(lambda part: part.div_(args[1]))
+        if func is _ATEN.zero_.default or (func in _SCALINGS and (not torch.is_tensor(args[1]) or args[1].dim() == 0)):
+            for part in first.content.parts:
+                func(part, *args[1:])
         elif func is _ATEN.detach.default or is_cast(func):  # module.to() makes one of another dtype
             return cls(first.content, first, (kwargs or {}).get("dtype"))
         elif func is not _ATEN.detach_.default:
@@ -148,12 +132,10 @@ class GradientSlot:
     """By the identity of the parameter, the shard that an optimizer updates."""
 
     def __init__(self, shard: Shard) -> None:
-        parameter = shard.parameter
-        where = f"elements {shard.start} to {shard.stop} of {parameter.numel()}"
-        self._parameter = parameter
-        self.name = shard.name
+        self._parameter, self.name = shard.parameter, shard.name
+        where = f"elements {shard.start} to {shard.stop} of {shard.spec.numel}"
         self.content = GradientShard(f"{where} of the gradient of {shard.name!r}", (shard.start, shard.stop))
-        self.mark = ShardedGradient(self.content, parameter)  # the value of ``.grad`` while there is an average
+        self.mark = ShardedGradient(self.content, shard.parameter)  # the value of ``.grad`` while there is an average
 
     @property
     def exists(self) -> bool:
@@ -176,19 +158,19 @@ class GradientSlot:
         """Add an average (1-D), which this object owns from here on; replaces an average that was cleared."""
         if not self.exists:
             gradient, content = self._parameter.grad, self.content
-            content.value, content.local = None, local_of(gradient)
+            content.weight.grad, content.local = None, local_of(gradient)
             if type(gradient) is ShardedGradient:  # of another wrapper that has this parameter, too
                 other = gradient.content
                 self._check_bounds(other)
                 if other.is_attached and not content.is_attached:
                     other.add(average)
                     return
-                if other.value is not None:
-                    content.add(other.value)
+                if other.weight.grad is not None:
+                    content.add(other.weight.grad)
                 other.drop()
             elif not content.is_attached and (updated := self._attached.get(id(self._parameter))) is not None:
                 self._check_bounds(updated)  # another wrapper's, which has averaged nothing since it was cleared
-                updated.value, updated.local, content.local = None, content.local, None
+                updated.weight.grad, updated.local, content.local = None, content.local, None
                 updated.add(average)
                 self._parameter.grad = ShardedGradient(updated, self._parameter)
                 return
@@ -222,10 +204,6 @@ def take_local(parameter: nn.Parameter) -> Tensor | None:
     elif gradient is not None:
         parameter.grad = None
     return gradient
-
-
-def _is_number(value: object) -> bool:
-    return not isinstance(value, Tensor) or value.dim() == 0
 
 
 def _refusal(func: object, args: Sequence[Any]) -> UnusableError:

@@ -18,7 +18,6 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.bucket import Bucket, BucketContext, reducible_in_place
@@ -29,39 +28,30 @@ from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
 from ppe_ddp.engine.zero.parameter_gather import UnitGather
-from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
+from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
 from ppe_ddp.engine.zero.sharded_gradient import GradientSlot
 from ppe_ddp.engine.zero.shards import Copies, Rows, Shard, ShardedModel, bounds_of, flattened, is_dense
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import GRADIENT, without_torch_function
 
-_HALVES = (torch.float16, torch.bfloat16)
 _UNIT_BYTES = 4 << 20
 _ALONE_BYTES = 4 << 20  # from here on a copy costs more than a message of its own (measured: 0.5 to 4 MiB)
 
 
 class ShardedParameters(ShardedModel):
-    """The trainable parameters of a wrapped module, each cut into even chunks.
-
-    Args:
-        groups: The groups in which the wrapper communicates.
-        module_state: The parameters.
-        require_same: Compares descriptions across the ranks, see :meth:`ShardedModel.require_same`.
-    """
+    """The trainable parameters of a wrapped module, each cut into even chunks."""
 
     def __init__(self, groups: Groups, module_state: ModuleState, require_same: Callable[..., None]) -> None:
         self.groups = groups
         self._require_same = require_same
         self.copies = Copies(groups)
-        self._pool = MemoryPool(allocator(groups.buckets))
-        self._transports: dict[torch.device, ReduceScatter] = {}
-        pairs = zip(module_state.parameters, module_state.specs, strict=True)
-        trainable = [(parameter, spec) for parameter, spec in pairs if parameter.requires_grad]
-        self._specs = [spec for _, spec in trainable]
+        self.pool = MemoryPool(allocator(groups.buckets))
         self.shards = [
-            Shard(parameter, spec.name, *bounds_of(spec.numel, groups.rank, groups.world_size))
-            for parameter, spec in trainable
+            Shard(parameter, spec, *bounds_of(spec.numel, groups.rank, groups.world_size))
+            for parameter, spec in zip(module_state.parameters, module_state.specs, strict=True)
+            if parameter.requires_grad
         ]
+        self._specs = [shard.spec for shard in self.shards]
         self.units = _units(self._specs, groups.world_size)
         self._unit_of = {index: unit for unit, members in enumerate(self.units) for index in members}
         self._gathers: dict[int, UnitGather] = {}
@@ -71,13 +61,8 @@ class ShardedParameters(ShardedModel):
         self._parameters = [shard.parameter for shard in self.shards]
         self._marks = [gradient.mark for gradient in self._gradients]
         self._contents = [gradient.content for gradient in self._gradients]
-        self._everywhere = [True] * len(self.shards)
         self._may_release = False
         self.use_module(module_state)
-
-    @property
-    def group(self) -> ProcessGroup:
-        return self.groups.parent
 
     def require_same(self, what: str, *titles: str) -> None:
         """See the base; costs no message, as each mask has a digest of all that must be the same."""
@@ -122,13 +107,7 @@ class ShardedParameters(ShardedModel):
 
     def bucket(self, plan: BucketPlan, context: BucketContext, present: bytes) -> ReduceScatterBucket:
         """Make a reduce-scattered bucket for ``plan``."""
-        transport = self._transports.get(plan.device)
-        if transport is None:
-            transport = ReduceScatter(self.groups, self._pool, plan.device)
-            self._transports[plan.device] = transport
-        specs = [context.specs[i] for i in plan.members]
-        rows = Rows(specs, self.groups.rank, self.groups.world_size)
-        return ReduceScatterBucket(plan, context, present, pool=self._pool, transport=transport, rows=rows)
+        return ReduceScatterBucket(plan, context, present, pool=self.pool)
 
     def hand_over(self, indices: Sequence[int], averages: Sequence[Tensor]) -> None:
         """Set the gradients of this rank's shards, or add to those that were not cleared.
@@ -141,7 +120,8 @@ class ShardedParameters(ShardedModel):
         for i, average in zip(indices, averages, strict=True):
             k = self._index[i]
             if average.is_sparse or average.shape == self._specs[k].shape:
-                average = self._cut(k, average)
+                part = self.shards[k].cut(average)
+                average = part if self.groups.world_size == 1 else part.clone()  # a view would keep all of it alive
             self._gradients[k].add(average)
 
     def _take(self, indices: Sequence[int], averages: AveragedShards) -> bool:
@@ -163,12 +143,6 @@ class ShardedParameters(ShardedModel):
             parameter.grad = self._marks[k]
         return True
 
-    def _cut(self, k: int, whole: Tensor) -> Tensor:
-        flat = flattened(whole, self._specs[k])
-        if self.groups.world_size == 1:
-            return flat
-        return flat[self.shards[k].start : self.shards[k].stop].clone()  # a view would keep the whole average alive
-
     def averaged(self) -> list[int]:
         """The indices of parameters that have an average that was not cleared; the same on all ranks."""
         with without_torch_function():
@@ -182,10 +156,6 @@ class ShardedParameters(ShardedModel):
             for gradient in self._gradients:
                 gradient.release()
 
-    def trim(self) -> None:
-        """Free message buffers that the last step has not used."""
-        self._pool.trim()
-
     # ------------------------------------------------------------------ what the optimizer calls
 
     @property
@@ -197,12 +167,7 @@ class ShardedParameters(ShardedModel):
         self._gradients[index].attach(weight)
 
     def gradients(self) -> list[Tensor | None]:
-        """The averages since ``.grad`` was cleared, or None; raises if some gradients are not averaged."""
-        self._free_cleared()
-        return [content.value for content in self._contents]
-
-    def _free_cleared(self) -> None:
-        """Free averages that were cleared; raises if some gradients are not averaged."""
+        """The averages, or None; frees those that were cleared, and raises if some gradients are not averaged."""
         for gradient in self._gradients:
             if not gradient.is_synchronized:
                 raise UnusableError(
@@ -212,6 +177,7 @@ class ShardedParameters(ShardedModel):
                 )
         self._may_release = True  # the user may have set ``.grad`` of a weight
         self.release()
+        return [content.weight.grad for content in self._contents]
 
     def _are_averaged(self) -> bool:
         """Whether every parameter has an average and no local gradient, as in most steps."""
@@ -222,8 +188,8 @@ class ShardedParameters(ShardedModel):
     def assign_gradients(self) -> list[bool]:
         """Free averages that were cleared; ``.grad`` of the weights is set when averages arrive."""
         if self._are_averaged():
-            return self._everywhere
-        self._free_cleared()
+            return [True] * len(self.shards)
+        self.gradients()
         return [gradient.exists for gradient in self._gradients]
 
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
@@ -242,18 +208,12 @@ class ShardedParameters(ShardedModel):
 
     def write(self, index: int, values: Tensor) -> None:
         """Set this rank's shard; ``values`` may be the shard's own memory."""
-        shard, spec = self.shards[index], self._specs[index]
+        shard, parameter = self.shards[index], self.shards[index].parameter.detach()
         self.write_in_place([index])
-        own = shard.parameter.data_ptr() + shard.start * shard.parameter.element_size()
-        if shard.numel == 0 or (values.data_ptr() == own and values.dtype is shard.parameter.dtype):
-            return
-        parameter = shard.parameter.detach()
-        if is_dense(parameter, spec):
-            parameter.as_strided((shard.numel,), (1,), parameter.storage_offset() + shard.start).copy_(values)
-            return
-        flat = flattened(parameter, spec)
-        flat[shard.start : shard.stop] = values
-        parameter.copy_(flat.as_strided(spec.shape, spec.stride))
+        flat = flattened(parameter, shard.spec)
+        flat[shard.start : shard.stop].copy_(values)
+        if not is_dense(parameter, shard.spec):
+            parameter.copy_(flat.as_strided(shard.spec.shape, shard.spec.stride))
 
     def write_in_place(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -265,14 +225,12 @@ class ShardedParameters(ShardedModel):
         members = sorted(self._written[unit])
         self._written[unit].clear()
         if self.groups.world_size == 1 or not members:
-            for k in members:
-                increment_version(self.shards[k].parameter)
+            increment_version([self.shards[k].parameter for k in members])
             return None
         gather = self._gathers.get(unit)
         if gather is None or not gather.is_current(members):
-            parameters = [self.shards[k].parameter for k in members]
-            specs = [self._specs[k] for k in members]
-            gather = self._gathers[unit] = UnitGather(members, parameters, specs, self.groups, self._pool)
+            shards = [self.shards[k] for k in members]
+            gather = self._gathers[unit] = UnitGather(members, shards, self.groups, self.pool)
         self.groups.note(Activity.GATHER)
         pending = gather.start()
         self._under_way[unit] = (gather, pending)
@@ -301,20 +259,18 @@ class ShardedParameters(ShardedModel):
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:
     """Group parameters that are gathered together: of one dtype and device, in order; a large one alone."""
     units: list[list[int]] = []
-    is_open: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    last: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for k, spec in enumerate(specs):
         if spec.nbytes >= _ALONE_BYTES and spec.numel % world_size == 0:
             units.append([k])
             continue
         key = (spec.dtype, spec.device)
-        if key not in is_open:
-            is_open[key], sizes[key] = [], 0
-            units.append(is_open[key])  # where its first member is needed
-        is_open[key].append(k)
+        if sizes.get(key, _UNIT_BYTES) >= _UNIT_BYTES:
+            last[key], sizes[key] = [], 0
+            units.append(last[key])  # where its first member is needed
+        last[key].append(k)
         sizes[key] += spec.nbytes
-        if sizes[key] >= _UNIT_BYTES:
-            del is_open[key]
     return units
 
 
@@ -325,23 +281,14 @@ class AveragedShards(list["Tensor"]):
 class ReduceScatterBucket(Bucket):
     """A bucket of dense gradients that is reduce-scattered."""
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        context: BucketContext,
-        present: bytes,
-        *,
-        pool: MemoryPool,
-        transport: ReduceScatter,
-        rows: Rows,
-    ) -> None:
+    def __init__(self, plan: BucketPlan, context: BucketContext, present: bytes, *, pool: MemoryPool) -> None:
         super().__init__(plan, context, present)
-        self.groups = context.groups
-        self._factor = context.reduction.mean_factor
+        groups = context.groups
+        self._world_size = world_size = groups.world_size
+        self._reduction = context.reduction
         self._pool = pool
-        self._transport = transport
-        self._rows = rows
-        world_size = context.groups.world_size
+        self._transport = ReduceScatter(groups, pool, plan.device)
+        self._rows = Rows(self.specs, groups.rank, world_size)
         # Members whose chunks do not end between two rows of the first dimension; they have to be flattened.
         self._ragged = [k for k, spec in enumerate(self.specs) if not spec.shape or spec.shape[0] % world_size]
         self._message: Tensor | None = None
@@ -354,22 +301,23 @@ class ReduceScatterBucket(Bucket):
         ours = rows is None
         if rows is None:
             flat = self._pool.take(self._rows.numel, self.plan.dtype, self.plan.device)
-            rows = flat.view(self.groups.world_size, self._rows.width)
+            rows = flat.view(self._world_size, self._rows.width)
             self._rows.fill(rows, self._gradients_to_cut())
             if self.weight != 1.0:
                 flat.mul_(self.weight)
         self._message = rows
-        wide = torch.float32 if rows.dtype in _HALVES else rows.dtype
+        wide = torch.float32 if rows.dtype in HALVES else rows.dtype
         self._row = self._pool.take(self._rows.width, wide, rows.device)
         self.packed_at = perf_counter_ns()
+        factor = self._reduction.mean_factor
         try:
-            self.pending = self._transport.start(self._row, rows.view(-1), factor=self._factor, spare=ours)
+            self.pending = self._transport.start(self._row, rows.view(-1), factor=factor, spare=ours)
         except RuntimeError as error:
-            raise self._transport.failure(self, error) from error
+            raise self._reduction.failure(error, self.names, self.plan.index, "the reduce-scatter failed") from error
 
     def _gradient_as_rows(self) -> Tensor | None:
         """The gradient's memory as rows, if the bucket has one gradient whose memory can be used; else None."""
-        gradient, world_size = self.gradients[0], self.groups.world_size
+        gradient, world_size = self.gradients[0], self._world_size
         if self._transport.from_pool or len(self.gradients) > 1 or gradient is None or gradient.numel() % world_size:
             return None
         if not reducible_in_place(gradient, self.specs[0]):
@@ -392,7 +340,7 @@ class ReduceScatterBucket(Bucket):
         return [flat if flat.dtype is dtype else flat.to(dtype) for flat in flats]
 
     def finish(self) -> Steps:
-        yield from self._transport.finish(self)
+        yield from self._transport.finish(self, self._reduction)
         self._message = None
 
     def averages(self) -> list[Tensor]:

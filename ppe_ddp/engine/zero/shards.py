@@ -40,13 +40,22 @@ class Shard:
     """The part of one parameter that this rank updates."""
 
     parameter: nn.Parameter  # whole on every rank
-    name: str  # the parameter's name in the module
+    spec: ParameterSpec  # of the parameter
     start: int  # first element, counted in the flattened parameter
     stop: int  # one behind the last; equal to ``start`` for an empty shard
 
     @property
+    def name(self) -> str:
+        """The parameter's name in the module."""
+        return self.spec.name
+
+    @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor like the parameter, 1-D: a view if its memory has the spec's layout."""
+        return flattened(whole, self.spec)[self.start : self.stop]
 
 
 class Copies:
@@ -124,17 +133,17 @@ class ShardedModel(ABC):
     copies: Copies
 
     @property
-    @abstractmethod
     def group(self) -> ProcessGroup:
         """The ranks that share the parameters."""
+        return self.groups.parent
 
     def require_same(self, what: str, *titles: str) -> None:  # noqa: B027  # some do not compare them
         """Let the next backward raise on all ranks if they differ in the ``titles`` that describe ``what``."""
 
     @property
+    @abstractmethod
     def is_synchronized(self) -> bool:
         """Whether all accumulated gradients are averaged, so that ``gradients()`` does not raise."""
-        return True
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
@@ -182,18 +191,9 @@ class ShardedModel(ABC):
     def abandon(self, unit: int | None = None) -> None:  # noqa: B027  # some keep nothing beside the parameters
         """Forget written shards and gathers in flight after a failure; with ``unit``, only the gather of that unit."""
 
+    @abstractmethod
     def zero_grad(self, indices: Sequence[int], *, set_to_none: bool = True) -> None:
-        """Clear the gradients of these shards, as ``zero_grad`` of any optimizer does.
-
-        This base clears ``.grad`` only. A wrapper that keeps gradients elsewhere clears those, too, unless it has a
-        call of its own for that.
-        """
-        for index in indices:
-            parameter = self.shards[index].parameter
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        """Clear the gradients of these shards, also in ``.grad``, as ``zero_grad`` of any optimizer does."""
 
 
 def chunk_of(numel: int, world_size: int) -> int:
@@ -214,12 +214,13 @@ def is_dense(tensor: Tensor, spec: ParameterSpec) -> bool:
 
 def flattened(tensor: Tensor, spec: ParameterSpec) -> Tensor:
     """Flatten ``tensor`` to one dimension: a view of its memory if that is dense, else a copy."""
+    tensor = tensor.detach()
     if tensor.is_sparse:
         tensor = tensor.to_dense()
     if not is_dense(tensor, spec):
         laid_out = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype, device=tensor.device)
         tensor = laid_out.copy_(tensor)
-    return tensor.detach().as_strided((spec.numel,), (1,))
+    return tensor.as_strided((spec.numel,), (1,))
 
 
 class Rows:
