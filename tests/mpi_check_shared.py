@@ -114,8 +114,10 @@ def inference_mode():
     """Tensors made in it, before or after others, and waited for outside of it, as in validation between epochs."""
     rank, size = dist.get_rank(), dist.get_world_size()
     wanted = {"AVG": (size + 1) / 2, "PRODUCT": math.factorial(size)}
+    with torch.inference_mode():
+        made_inside = shared_group(2)
     for group, is_inside, dtype in itertools.product(
-        (dist.new_group(pg_options=dist.group.WORLD.pg_options), shared_group(2)),
+        (dist.new_group(pg_options=dist.group.WORLD.pg_options), made_inside),
         (True, False, True),
         (torch.float32, torch.bfloat16),
     ):

@@ -381,8 +381,8 @@ MUTANTS = [
             "split: the first group is told nothing",
             PARALLEL,
             "_give_up",
-            "in self._distinct:",
-            "in self._distinct[1:]:",
+            "in reversed(self._distinct):",
+            "in reversed(self._distinct[1:]):",
         ),
         (
             "split: who relays a failure names itself",
