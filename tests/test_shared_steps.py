@@ -15,12 +15,12 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     NodeLayout,
     ReduceScatterStep,
     Region,
+    Scratch,
     TwoLevelAllGatherStep,
     TwoLevelAllReduceStep,
     TwoLevelReduceScatterStep,
     WireMemory,
     describe_record,
-    new_scratch,
     pieces,
 )
 
@@ -194,7 +194,7 @@ class Nodes:
                 assert crossings[rank].done()
                 steps[rank].spread(crossings[rank], self._wires[rank])
             else:
-                steps[rank].act(new_scratch())
+                steps[rank].act(Scratch())
         for step in steps:
             step.finish()
 

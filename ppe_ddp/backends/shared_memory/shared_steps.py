@@ -256,7 +256,7 @@ class Step(ABC):
         self._views = list(self._cut(regions)) if self.local.numel() else []
 
     @abstractmethod
-    def act(self, scratch: Tensor) -> None:
+    def act(self, scratch: Scratch) -> None:
         """Do this rank's part, after all ranks have published; no rank changes a tensor before all have acted."""
 
     def finish(self) -> None:
@@ -304,7 +304,7 @@ class AllReduceStep(Step):
         if start < stop:
             yield from columns(self.local[start:stop], *self._of_others(regions, start, stop - start))
 
-    def act(self, scratch: Tensor) -> None:
+    def act(self, scratch: Scratch) -> None:
         for own, *others in self._views:
             _reduce(own, own, others, self.kind, scratch)
             for other in others:
@@ -333,7 +333,7 @@ class ReduceScatterStep(Step):
         own = self.local[self.layout.rank]
         return columns(self._result, own, *self._of_others(regions, 0, own.numel(), self.layout.rank))
 
-    def act(self, scratch: Tensor) -> None:
+    def act(self, scratch: Scratch) -> None:
         for result, own, *others in self._views:
             _reduce(result, own, others, self.kind, scratch)
 
@@ -362,7 +362,7 @@ class AllGatherStep(Step):
             elif row.data_ptr() != share.data_ptr():
                 yield row, share
 
-    def act(self, scratch: Tensor) -> None:
+    def act(self, scratch: Scratch) -> None:
         for row, source in self._views:
             row.copy_(source)
 
@@ -370,7 +370,7 @@ class AllGatherStep(Step):
 class TwoLevelStep(Step):
     """A step of a group of several nodes, in two parts: :meth:`cross` and :meth:`spread`."""
 
-    def act(self, scratch: Tensor) -> None:
+    def act(self, scratch: Scratch) -> None:
         """Do nothing: :meth:`cross` and :meth:`spread` do the work."""
 
     @abstractmethod
@@ -591,10 +591,17 @@ def pieces(most_bytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return columns(*tensors, width=min(most, -(-width // line) * line))
 
 
-def new_scratch() -> Tensor:
-    """Memory in which columns of half precision are summed in float32; usable if made in inference mode, too."""
-    with torch.inference_mode(False):
-        return torch.empty(_CHUNK_BYTES // 2, dtype=torch.float32, device="cpu")
+class Scratch:
+    """Memory in which half precision is summed in float32, kept from step to step."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def take(self, numel: int) -> Tensor:
+        """Memory for ``numel`` elements, with arbitrary contents."""
+        if self._memory.numel() < numel:
+            self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self._memory[:numel]
 
 
 def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
@@ -605,10 +612,10 @@ def columns(*tensors: Tensor, width: int = 0) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(width, dim=-1) for tensor in tensors), strict=True)
 
 
-def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Tensor) -> None:
+def _reduce(result: Tensor, own: Tensor, others: list[Tensor], kind: Any, scratch: Scratch) -> None:
     """Reduce ``own`` and ``others`` into ``result``, which may be ``own``; half precision in float32, rounded once."""
     is_wide = result.dtype in _HALVES and (kind == _Kind.AVG or len(others) > 1)
-    total = scratch[: own.numel()] if is_wide else result
+    total = scratch.take(own.numel()) if is_wide else result
     sum_up(total, own, others, kind)
     divide(total, kind, len(others) + 1)
     if is_wide:

@@ -31,11 +31,11 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     NodeLayout,
     NodeSumStep,
     Region,
+    Scratch,
     Step,
     TwoLevelStep,
     WireMemory,
     describe_record,
-    new_scratch,
 )
 from ppe_ddp.backends.wire import Wire
 from ppe_ddp.backends.work import CallQueue, Waits, WireCall, Work, one_call
@@ -129,7 +129,7 @@ class StepQueue:
         # Keeps memory alive into which other ranks write until all have done their part, even if the Work was dropped.
         self._held: deque[LaunchedStep] = deque()
         self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, oldest first
-        self._scratch = new_scratch()
+        self._scratch = Scratch()
         self._wires = WireMemory()
         self._waits.at_failure.append(self._close)
 
