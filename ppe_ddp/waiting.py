@@ -68,7 +68,10 @@ def in_flight(pending: object) -> InFlight | None:
 
 
 def is_message(pending: object) -> bool:
-    """Whether ``pending`` is gloo's Work of a message, which has no Future; its ``is_completed()`` tells nothing."""
+    """Whether ``pending`` is gloo's Work of a message, which has no Future, and whose ``is_completed()`` tells nothing.
+
+    It must be waited for once, and without a timeout.
+    """
     if type(pending) is not Work:
         return False
     try:

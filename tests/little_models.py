@@ -32,6 +32,8 @@ def _make_large():
 def on_ranks_with_little_models(ranks):
     """Benchmarks have no ranks of their own but these, where the models `small` and `supernet-own` are little."""
     ranks.run(_make_little)
-    with mock.patch.object(Platform, "start", return_value=contextlib.nullcontext(ranks)):
-        yield
-    ranks.run(_make_large)
+    try:
+        with mock.patch.object(Platform, "start", return_value=contextlib.nullcontext(ranks)):
+            yield
+    finally:  # other tests use these ranks, too
+        ranks.run(_make_large)

@@ -331,7 +331,7 @@ class _RoutedByDtype(DeviceRoutedGroup):
 def _make(arguments, options):
     # CPU tensors are in the place of CUDA's, and those of int8 in the place of the CPU's, which go to gloo.
     keys = WrittenKeys(arguments.store)
-    group = _RoutedByDtype(
+    return _RoutedByDtype(
         arguments,
         "cupy_stand_in",
         ("cpu",),
@@ -339,7 +339,6 @@ def _make(arguments, options):
         makers={"cpu": lambda: NcclGroup(arguments, LIBRARY, StandInDevice(), keys)},
         keys=keys,
     )
-    return group
 
 
 def register():

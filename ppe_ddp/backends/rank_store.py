@@ -100,7 +100,7 @@ class WrittenKeys:
 
 
 class BoundedStore:
-    """Calls one store, and waits for each answer for at most ``seconds``."""
+    """Calls one store, and waits for each answer for at most ``seconds``, or the time that the call gives."""
 
     def __init__(self, store: Store | WrittenKeys, seconds: float = 1.0) -> None:
         self._store = store if isinstance(store, WrittenKeys) else WrittenKeys(store)

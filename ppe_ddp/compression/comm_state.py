@@ -276,7 +276,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
 
 
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:
-    """The layout of ``group`` if ranks share memory on several nodes, else None; the same on all ranks."""
+    """The shared memory of ``group``, if its ranks share some on several nodes; else None. The same on all ranks."""
     cpu = torch.device("cpu")
     if cpu.type not in device_types(group):
         return None

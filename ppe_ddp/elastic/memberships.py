@@ -62,8 +62,11 @@ class Quorum:
 
 
 def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
-    """Wait until ``arrived()``, which is called now and then; False if the time is over."""
-    return progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
+    """Wait until ``arrived()``, which is called at once and then now and then; False if the time is over.
+
+    It takes no lock if that is so at once. The lock of a wait may belong to a thread that waits for this one.
+    """
+    return arrived() or progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
 
 
 class Membership(ABC):

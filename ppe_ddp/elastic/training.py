@@ -139,8 +139,6 @@ class _QuorumStore(Store):
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        if self.check(keys):  # a wait needs a lock, whose holder may wait for the thread that calls this
-            return
         seconds = min(self._seconds, timeout.total_seconds()) if timeout is not None else self._seconds
         if not wait_for(lambda: bool(self.check(keys)), seconds):
             raise dist.DistStoreError(f"nobody has written {', '.join(keys)} in {seconds:g} s")

@@ -291,16 +291,17 @@ class AllReduceStep(Step):
             self.shared[part].copy_(local[part])
 
     def _written_by_others(self) -> Iterable[slice]:
-        start, stop = self._own_part()
+        start, stop = self._own_part
         return [slice(*part) for part in ((0, start), (stop, self.local.numel())) if part[0] < part[1]]
 
+    @cached_property
     def _own_part(self) -> tuple[int, int]:
         """The begin and end of the elements that this rank sums."""
         bounds, own = self.layout.bounds(self.local.numel(), self.local.itemsize), self.layout.own_slices
         return bounds[own.start], bounds[own.stop]
 
     def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
-        start, stop = self._own_part()
+        start, stop = self._own_part
         if start < stop:
             yield from columns(self.local[start:stop], *self._of_others(regions, start, stop - start))
 
