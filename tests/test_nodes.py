@@ -111,8 +111,10 @@ def test_ranks_on_nodes_are_used_like_those_on_this_machine(nodes, launcher):
 
 
 @launchers
-def test_a_job_on_nodes_has_its_ranks_output_and_exit_code(nodes, launcher):
-    script = "echo $(hostname) ${RANK:-$PMI_RANK}; echo sent >&2; exit 5"
+def test_a_job_on_nodes_has_its_ranks_output_and_exit_code(nodes, launcher, tmp_path):
+    # The launcher ends all ranks when the first one fails, so each waits until all have written.
+    wait = f"touch {tmp_path}/$rank; until [ $(ls {tmp_path} | wc -l) = 3 ]; do sleep 0.01; done"
+    script = f"rank=${{RANK:-$PMI_RANK}}; echo $(hostname) $rank; echo sent >&2; {wait}; exit 5"
     done = nodes.launch(launcher, ["/bin/sh", "-c", script], ranks=(2, 1), timeout=90)
     assert sorted(done.output.split("\n")) == ["", "n0 0", "n0 1", "n1 2"]
     assert done.code not in (0, 124)
