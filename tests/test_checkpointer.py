@@ -138,6 +138,9 @@ def go_on_with_two(folder):
         other.schedule.load_state_dict = None
         with pytest.raises(CheckpointError, match=r"'schedule' does not take the state that 3 ranks have saved"):
             other.checkpointer.load()
+        parts = {"model": other.model, "optimizer": other.optimizer, "schedule": first.schedule, "more": first.schedule}
+        with pytest.raises(CheckpointError, match=r"lacks 'ranks\.0\.own\.more': it was saved without this part"):
+            Checkpointer(folder, parts, process_group=group).load()
 
 
 @pytest.mark.parametrize("steps", [5, 6], ids=["between outer steps", "at an outer step"])

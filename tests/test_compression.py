@@ -274,6 +274,40 @@ def test_one_rank_alone_has_a_gradient():
     check_one_rank_alone(ErrorFeedback(PowerSGD(16, min_compression=0)), rtol=1e-4, atol=1e-4)
 
 
+class Withheld(torch.autograd.Function):
+    """Gives None as the gradient of a weight."""
+
+    @staticmethod
+    def forward(_ctx, _weight, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, gradient):
+        return None, gradient
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, *, uses):
+        return x * self.weight if uses else Withheld.apply(self.weight, x)
+
+
+@on_two_ranks
+def test_a_gradient_that_autograd_gives_as_none_stays_none_unless_something_was_kept():
+    model = DistributedDataParallel(Gate())
+    model.register_comm_hook(ErrorFeedback(TopK(0.25, min_numel=0)))  # sends one element a step
+    handed = torch.zeros(4)
+    for uses, exists in [(False, False), (True, True), (False, True), (False, True), (False, True), (False, False)]:
+        model.zero_grad()
+        model(torch.arange(1.0, 5.0), uses=uses).sum().backward()
+        assert (model.module.weight.grad is not None) is exists
+        handed += model.module.weight.grad if exists else 0
+    assert handed.tolist() == [1, 2, 3, 4]
+
+
 class Reentrant(nn.Module):
     def __init__(self):
         super().__init__()

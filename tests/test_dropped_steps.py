@@ -328,3 +328,14 @@ def test_a_step_that_fails_before_it_sends_leaves_the_one_before(is_taken):
         torch.optim.SGD([parameter], lr=1.0).step()
     state.revoke()
     assert state.of("a") == {"residual": 2 if is_taken else 1}
+
+
+def test_a_state_that_is_copied_before_an_optimizer_steps_is_not_decided_by_that():
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
+    assert copy.deepcopy(state).of("a") == {"residual": 1}
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=1.0).step()
+    assert copy.deepcopy(state).of("a") == {"residual": 2}
+    state.decide()
+    assert state.of("a") == {"residual": 2}

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from library_warnings import library_warnings
 from one_process import assert_gradients, data, gradients, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, NonFiniteGradientError
+from ppe_ddp.compression import ErrorFeedback, Int8
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
 
@@ -82,6 +83,17 @@ def test_all_ranks_skip_the_step():
         assert f"rank {culprit} in '0.weight'" in text
         step(model, [])
         assert_gradients(module, mean)
+
+
+@on_two_ranks
+def test_what_two_wrappers_share_is_skipped_if_one_has_a_compressor():
+    module, groups = seeded(mlp, 4, 8, 2), (None, dist.new_group())
+    models = [DistributedDataParallel(module, process_group=group, check_for_nan_in_grad="skip") for group in groups]
+    with library_warnings():
+        models[1].register_comm_hook(ErrorFeedback(Int8()))
+        loss = sum(model(data(5, 4)).pow(2).sum() for model in models)
+        (loss * (float("nan") if dist.get_rank() == 1 else 1.0)).backward()
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 @on_two_ranks

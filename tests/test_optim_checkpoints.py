@@ -25,7 +25,7 @@ class TwoHeads(nn.Module):
         return self.heads[head](x)
 
 
-def two_heads(wrapper, make):
+def two_heads(wrapper, make, **options):
     module = seeded(TwoHeads)
     if wrapper == "plain":
         model = DistributedDataParallel(module)
@@ -34,7 +34,7 @@ def two_heads(wrapper, make):
         model = megatron.DistributedDataParallel(None, config, module)
     parameters = list(module.parameters())
     groups = [{"params": parameters[::2]}, {"params": parameters[1::2]}]  # both heads in each
-    return model, DistributedOptimizer(make(groups), model)
+    return model, DistributedOptimizer(make(groups), model, **options)
 
 
 def train(model, optimizer, heads):
@@ -219,6 +219,22 @@ def test_the_error_of_one_rank_is_told_on_all(wrapper):
     optimizer.load_state_dict(good)
     for name, parameter in model.module.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_two_ranks
+def test_a_state_is_loaded_where_one_rank_alone_has_heard_of_a_failure(wrapper):
+    """As after a compressor that has raised behind its last message: one rank's connections are closed."""
+    model, optimizer = two_heads(wrapper, adamw, master_dtype=torch.float64)
+    train(model, optimizer, [0, 1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    train(model, optimizer, [1])
+    for groups in model._reducer.connections if dist.get_rank() else ():
+        groups.fail(RuntimeError("this rank alone"), "finishing")
+    optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, model.module.parameters(), before))
+    train(model, optimizer, [0])
 
 
 # --- the precision of state

@@ -187,11 +187,12 @@ class CommonPart(SavedPart):
         self._entries = [own_name(name, rank) for rank in range(saved_by)]
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        return {entry: None for entry in self._entries if entry in saved.state_dict_metadata}
+        self._check_saved(self._entries[0], saved)
+        return dict.fromkeys(self._entries)
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        self.differs = len({dump_plain(entries.get(entry)) for entry in self._entries}) > 1
-        if self.differs or self._entries[0] not in entries:
+        self.differs = len({dump_plain(entries[entry]) for entry in self._entries}) > 1
+        if self.differs:
             return
         try:
             self.what.load_state_dict(entries[self._entries[0]])

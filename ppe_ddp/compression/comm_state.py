@@ -127,6 +127,15 @@ class CommState:
                     self._before.pop(name, None)
             self.put_back()
 
+    @property
+    def _settled(self) -> dict[str, dict[str, Any]]:
+        """The state by parameter as :meth:`decide` would leave it now; decides nothing, as optimizers may yet step."""
+        if self._undecided is None:
+            return self._of
+        finite, updated, _ = self._undecided
+        dropped = {n: entries for n, entries in self._before.items() if n not in finite or id(finite[n]) not in updated}
+        return self._of | dropped
+
     def _end_notes(self) -> None:
         if self._undecided is not None:
             self._undecided[2]()
@@ -156,8 +165,7 @@ class CommState:
 
     def common(self) -> dict[str, dict[str, Any]]:
         """A copy of the state that is the same on all ranks: all but residuals (``ErrorFeedback``)."""
-        self.decide()
-        everything = self._of.items()
+        everything = self._settled.items()
         return {name: {key: _copy(one) for key, one in own.items() if key != RESIDUAL} for name, own in everything}
 
     def take(self, common: Mapping[str, Mapping[str, Any]]) -> None:
@@ -172,8 +180,8 @@ class CommState:
 
     def state_dict(self, compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
         """A copy of the state, of tensors and plain values; without that of parameters that are no longer there."""
-        self.decide()
-        states = {spec.name: self._of.get(spec.name) for spec in specs}
+        settled = self._settled
+        states = {spec.name: settled.get(spec.name) for spec in specs}
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in states.items() if own}
         return {
             **self._identity(compressor, groups),
@@ -215,8 +223,9 @@ class CommState:
         return {**job, "compressor": repr(compressor)}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.decide()
-        return self.__dict__
+        if self._undecided is None:
+            return self.__dict__
+        return self.__dict__ | {"_of": self._settled, "_before": {}, "_undecided": None}
 
 
 def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:

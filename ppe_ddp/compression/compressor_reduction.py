@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter_ns
@@ -71,6 +71,10 @@ class CompressorReduction(Reduction):
 
     def has_finite_averages(self) -> bool:
         return are_finite([*self._sparse, *(bucket.buffer() for bucket in self._started)])
+
+    def nonzero_averages(self) -> Collection[str]:
+        pairs = (pair for bucket in self._started for pair in zip(bucket.names(), bucket, strict=True))
+        return {name for name, average in pairs if bool(average.any())}
 
     def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
         """Commit the state; if an average is not finite, restore it for parameters that no optimizer updates."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -197,6 +197,10 @@ class Reduction(ABC):
     def has_finite_averages(self) -> bool:
         """Whether all averages of a compressor are finite."""
         return True
+
+    def nonzero_averages(self) -> Collection[str]:
+        """The names of parameters whose averages are not zero; none if it keeps nothing of earlier steps."""
+        return ()
 
     def commit(self, module_state: ModuleState, *, is_finite: bool | None = None) -> None:
         """Commit the step of ``module_state``, which all ranks take: nothing of it will be put back.

@@ -304,7 +304,7 @@ class BucketSynchronizer(Synchronizer):
             gradients = nothing if backward.silent or senders else self.gradients.take(bucket.expected)
             if senders:
                 backward.leave_for_vote(self.gradients.present(bucket.expected))
-            if type(None) in set(map(type, gradients)) and not self.reduction.sends_kept:
+            if type(None) in set(map(type, gradients)):
                 backward.lack(i for i, g in zip(bucket.expected, gradients, strict=True) if g is None)
             if self.weights.is_nothing:
                 backward.set_aside(zip(bucket.expected, gradients, strict=True))
@@ -354,7 +354,7 @@ class BucketSynchronizer(Synchronizer):
             yield from self._repair(backward, outcome.mask)
             averaged = bytes(map(or_, averaged, outcome.mask))
         if any(outcome.missing) and not any(statuses):
-            held = yield from self.negotiation.agree_held(self._held(backward))
+            held = yield from self.negotiation.agree_held(self._held(backward) | self._kept())
             averaged = bytes(map(and_, averaged, held))
         yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
         if backward.buffers:
@@ -547,6 +547,11 @@ class BucketSynchronizer(Synchronizer):
     def _held(self, backward: Backward) -> set[int]:
         """The parameters of which this rank has contributed a gradient in this step."""
         return set(backward.late).union(*(schedule.held for schedule in backward.rounds))
+
+    def _kept(self) -> set[int]:
+        """The parameters whose averages have what a compressor had kept, even if no rank has contributed a gradient."""
+        names = self.reduction.nonzero_averages()
+        return {i for i, name in enumerate(self._module_state.names) if name in names}
 
     def _users(self, backward: Backward) -> set[int]:
         """The parameters that this rank has used: with a gradient now, or an average in ``.grad`` from before."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.peer_processes import Activity
@@ -157,7 +158,7 @@ class ShardedBuffers(ShardedModel):
             )
         return memory
 
-    def gather(self, unit: int) -> Waitable | None:
+    def gather(self, unit: int, group: ProcessGroup | None = None) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""
         bucket = self._buckets[unit]
         if bucket.padded == 0 or self.groups.world_size == 1:
@@ -168,7 +169,8 @@ class ShardedBuffers(ShardedModel):
         size = bucket.padded // groups.world_size
         groups.note(Activity.GATHER)
         self._under_way.add(unit)
-        return all_gather(values, values.narrow(0, groups.rank * size, size), groups.buckets, self._synchronizer.pool)
+        own = values.narrow(0, groups.rank * size, size)
+        return all_gather(values, own, group or groups.buckets, self._synchronizer.pool)
 
     def abandon(self, unit: int | None = None) -> None:
         self._under_way -= self._under_way if unit is None else {unit}

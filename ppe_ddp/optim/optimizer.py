@@ -426,10 +426,13 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
         self._masters.refresh()  # else what the checkpoint lacks would get back the values before the model was loaded
         self._flat_step.separate()
-        moved = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
+        moved, is_closed = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
         units = self._write([index in indices for index in range(len(self._model.shards))])
-        self._gather.start(units)
+        if is_closed:  # on some rank since a failure; all connect again in their next step
+            self._gather.gather_in(self._model.group, units)
+        else:
+            self._gather.start(units)
         for hook in after:
             hook(self)
 

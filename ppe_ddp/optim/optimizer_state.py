@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
@@ -95,15 +94,19 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
 
 def restore(
     optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
-) -> list[MasterWeight]:
-    """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none; returns masters with new weights."""
+) -> tuple[list[MasterWeight], bool]:
+    """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none.
+
+    Returns:
+        The masters with new weights, and whether the connections are closed on some rank.
+    """
     found: _CheckpointPart | None = None
     error: Exception | None = None
     try:  # no collective in this block: if this rank fails, the other ranks would wait in it
         found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
-    _raise_together(error, [] if found is None else found.collectives, model.group)
+    is_closed = _raise_together(error, [] if found is None else found.collectives, model)
     assert found is not None
     found.complete()
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
@@ -114,15 +117,18 @@ def restore(
             optimizer.state[master.weight] = found.state[master.index]
         if master.index in found.weights:
             master.weight.copy_(found.weights[master.index])
-    return [master for master in masters if master.index in found.weights]
+    return [master for master in masters if master.index in found.weights], is_closed
 
 
-def _raise_together(error: Exception | None, collectives: Sequence[str], group: ProcessGroup) -> None:
-    """Raise the errors of all ranks on every rank, or an error if their ``collectives`` differ. Collective."""
-    world_size = dist.get_world_size(group)
+def _raise_together(error: Exception | None, collectives: Sequence[str], model: ShardedModel) -> bool:
+    """Raise the errors of all ranks on every rank, or an error if their ``collectives`` differ. Collective.
+
+    Returns whether the connections are closed on some rank, of whose failure the others may not have heard.
+    """
+    world_size = dist.get_world_size(model.group)
     own = f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}"
-    told = all_gather_json([None if error is None else own, list(collectives)], group)
-    texts = [text for text, _ in told]
+    told = all_gather_json([None if error is None else own, list(collectives), model.groups.is_closed], model.group)
+    texts = [text for text, *_ in told]
     if any(texts):
         ranks: dict[str, list[int]] = {}
         for rank, text in enumerate(texts):
@@ -132,13 +138,14 @@ def _raise_together(error: Exception | None, collectives: Sequence[str], group: 
             f"rank {', '.join(map(str, which))} of {world_size}: {text}" for text, which in ranks.items()
         )
         raise ValueError(f"the checkpoint does not fit, and nothing was loaded on any rank: {errors}") from error
-    for rank, (_, others) in enumerate(told):
+    for rank, (_, others, _) in enumerate(told):
         if others != told[0][1]:
             which = sorted(set(others) ^ set(told[0][1]))[:3] or "their order"
             raise ValueError(
                 f"rank 0 and rank {rank} have different checkpoints, and nothing was loaded on any: they differ in "
                 f"{which}; save and load by torch.distributed.checkpoint, or load the files of one step"
             )
+    return any(is_closed for *_, is_closed in told)
 
 
 class _CheckpointPart:

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.contracts import Waitable
@@ -168,6 +169,14 @@ class ParameterGather:
                     self._mark_pending(key, members)
         if not overlap:
             self.finish()
+
+    @torch.no_grad()
+    def gather_in(self, group: ProcessGroup, units: Iterable[int]) -> None:
+        """Gather ``units`` of the first model in ``group``, outside of a step. Every rank passes the same."""
+        for unit in units:
+            if (pending := self._models[0].gather(unit, group)) is not None:
+                pending.wait()
+            self._install((0, unit))
 
     def _mark_pending(self, key: Unit, members: Sequence[Any]) -> None:
         """Let the first use of these parameters wait for them."""
@@ -392,8 +401,8 @@ class UnitGather:
         """Whether this is for ``members``, at their current addresses."""
         return not self._loose and self.members == members and self._now() == self._addresses
 
-    def start(self) -> Waitable | None:
-        """Start the all-gather; None where there is nothing to send."""
+    def start(self, group: ProcessGroup | None = None) -> Waitable | None:
+        """Start the all-gather, in ``group`` if that is given; None where there is nothing to send."""
         whole, own = self._message
         if whole.numel() == 0:
             return None
@@ -402,7 +411,7 @@ class UnitGather:
                 torch.cat(self._own, out=own)
             else:
                 torch._foreach_copy_(self._parts, self._own)
-        return all_gather(whole, own, self._groups.buckets, self._pool)
+        return all_gather(whole, own, group or self._groups.buckets, self._pool)
 
     def install(self) -> None:
         """Copy the received values into the parameters."""

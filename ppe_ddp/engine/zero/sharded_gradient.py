@@ -186,7 +186,8 @@ class GradientSlot:
         if other.bounds != self.content.bounds:
             raise UnusableError(
                 f"{self.content.title} cannot be added to {other.title}, which another wrapper has averaged: wrappers "
-                "that share a parameter must have one process group to use a DistributedOptimizer"
+                "that share a parameter must have one process group to use a DistributedOptimizer; if that one is no "
+                "longer used, clear its gradients (zero_grad()) before the first backward of this one"
             )
 
 
