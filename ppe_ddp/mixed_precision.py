@@ -58,11 +58,7 @@ class Precision:
         if dtype is None:
             return module(*args, **kwargs)
         if self._casts_inputs:
-
-            def cast(tensor: Tensor) -> Tensor:
-                return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-            args, kwargs = mapped(cast, args), mapped(cast, kwargs)
+            args, kwargs = _cast_inputs(args, kwargs, dtype)
         copies = _installed_copies(module, dtype)
         try:
             outputs = module(*args, **kwargs)
@@ -115,6 +111,16 @@ class _CastParameters:
         """Put the copies in place until the end or the failure of the backward that has reached an output."""
         if not self._is_installed:
             at_end_of_backward(_UntilEndOfBackward(self))
+
+
+@uncompiled_hook
+def _cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The inputs in ``dtype``; outside of compiled graphs, as Dynamo fails at nested ones."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return mapped(cast, args), mapped(cast, kwargs)
 
 
 @uncompiled_hook

@@ -51,7 +51,7 @@ def mean_of(tables, world_size):
     """The mean of tables of gradients: None where no rank has one, absent ones count as zero."""
     means = {}
     for name in tables[0]:
-        present = [dense(table[name]) for table in tables if table[name] is not None]
+        present = [dense(table[name]) for table in tables if table.get(name) is not None]
         means[name] = sum(present) / world_size if present else None
     return means
 

@@ -170,6 +170,27 @@ def test_gradients_that_were_late_in_a_failed_step_are_not_added_to_averages():
 
 
 @on_two_ranks
+def test_what_only_a_failed_step_would_have_averaged_has_no_gradient_in_the_next_one():
+    model, rank = wrap(overlap_grad_reduce=True, bucket_size=1, use_distributed_optimizer=True), dist.get_rank()
+    has_agreed = dist.distributed_c10d._get_default_store()
+
+    def fail(_):
+        has_agreed.wait(["all have agreed on branch 0"])
+        raise ArithmeticError
+
+    out = model(data(5, 6, rank=rank, dtype=torch.float64), taken=[0] * rank)
+    if rank == 1:
+        out.register_hook(fail)
+    with pytest.raises(ArithmeticError) if rank == 1 else contextlib.nullcontext():
+        out.pow(2).sum().backward()
+    has_agreed.set("all have agreed on branch 0", "")
+    with pytest.raises(PeerAbortedError):
+        model.finish_grad_sync()
+    model.finish_grad_sync()  # takes the step again, without the data of rank 1
+    hold(model, mean_of(model.module, (0, 0, {"taken": []})))
+
+
+@on_two_ranks
 def test_that_a_step_was_given_up_may_be_found_by_the_next_backward():
     module = seeded(Checkpointed).double()
     model = wrap(module, overlap_grad_reduce=True)

@@ -28,6 +28,16 @@ def frozen(module, _):
     module.layers[2].requires_grad_(False)
 
 
+def registered_anew(module, _):
+    for name, layer in reversed([*module.layers.named_children()]):
+        delattr(module.layers, name)
+        module.layers.add_module(name, layer)
+
+
+def without_bias(module, _):
+    module.layers[0].bias = None
+
+
 def all_frozen(module, _):
     module.requires_grad_(False)
 
@@ -112,6 +122,7 @@ OF_PLAIN = {
     "adds a sync hook": [with_sync_hook, unhooked],
     "loads an order": [order_loaded],
 }
+OF_MEGATRON = {"registers anew": [registered_anew], "registers anew and removes": [registered_anew, without_bias]}
 VARIANTS = [{}, {"bucket_cap_mb": 1e-4}, {"overlap": False}, {"gradient_as_bucket_view": False, "shared_memory": False}]
 
 
@@ -197,16 +208,15 @@ def optimized(options):
 def megatron(options):
     def wrap(module):
         wrapper = MegatronDDP(None, DistributedDataParallelConfig(**options), module)
+        parameters = dict(module.named_parameters())  # also those that are removed later
 
         def averages(number):
             wrapper.zero_grad_buffer()
             step(wrapper, dist.get_rank(), number)
             wrapper.finish_grad_sync()
-            names = [name for name, _ in module.named_parameters()]
             agreed = set(wrapper.trace().agreed)
             return {
-                name: parameter.main_grad.clone() if name in agreed else None
-                for name, parameter in zip(names, module.parameters(), strict=True)
+                name: parameter.main_grad.clone() if name in agreed else None for name, parameter in parameters.items()
             }
 
         return wrapper, averages
@@ -228,10 +238,11 @@ def test_a_distributed_optimizer(kind):
     hold(CHANGES[kind], 1, optimized(VARIANTS[list(CHANGES).index(kind) % 3]))
 
 
-@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("kind", CHANGES | OF_MEGATRON)
 @on_two_ranks
 def test_megatrons_wrapper(kind):
-    hold(CHANGES[kind], 1, megatron({"overlap_grad_reduce": list(CHANGES).index(kind) % 2 == 0}))
+    options = {"overlap_grad_reduce": kind in OF_MEGATRON or list(CHANGES).index(kind) % 2 == 0, "bucket_size": 1}
+    hold((CHANGES | OF_MEGATRON)[kind], 1, megatron(options))
 
 
 def grown(module):

@@ -94,6 +94,7 @@ class BufferSynchronizer(Synchronizer):
         self._buckets = self._make_buckets(scatter=is_scattered)
         main = {i: slot for b in self._buckets for i, slot in zip(b.plan.members, b.slots, strict=True)}
         self.gradients = MainGradients(self._parameters, main)
+        self._averaged_before = self.gradients.averaged  # at the last agreed mask, to be restored if that step fails
         self._check_finite = config.check_for_nan_in_grad
         self._finite: FiniteCheck | None = None
         self.is_split = setup.groups.split_model
@@ -240,7 +241,8 @@ class BufferSynchronizer(Synchronizer):
                 present[i] = here
             recorder.control_nbytes += exchange.nbytes
         recorder.agreed, recorder.agreed_at = bytes(present), perf_counter_ns()
-        self.gradients.averaged = bytearray(map(max, self.gradients.averaged, present))
+        self._averaged_before = self.gradients.averaged
+        self.gradients.averaged = bytearray(map(max, self._averaged_before, present))
         waiting = backward.waiting or bytes(len(self._parameters))
         if self.gradients.fused:  # a kernel in a reentrant checkpoint must not add to main_grad while that is sent
             fused = self.gradients.fused.difference(backward.arrivals)
@@ -325,6 +327,8 @@ class BufferSynchronizer(Synchronizer):
             group.reduction.abandon()
         for bucket in self._buckets:
             bucket.put_back()
+        if backward.recorder.agreed:
+            self.gradients.averaged = self._averaged_before
         arrived = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
         self._reopen([*arrived, *backward.late])
         self.gradients.add(arrived)  # since the last launch

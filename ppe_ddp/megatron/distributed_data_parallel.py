@@ -166,6 +166,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         self.grad_buffers, self.expert_parallel_buffers = (
             [buffer for buffer in state.buffers if buffer.kind.reduction_group == number] for number in range(2)
         )
+        self._module_state = state.module_state  # as listed last; that of the buffers keeps their order
         self._sharded: dict[bool, ShardedModel] = {}
         self._parameter_gather: ParameterGather | None = None
         self._reducer: Reducer[BufferSynchronizer] = Reducer(
@@ -217,22 +218,22 @@ class DistributedDataParallel(DistributedDataParallelBase):
         for groups in state.groups:
             groups.check()
         # First recover, which finishes a step of the other ranks with the module as it was.
-        if reducer.recover() and not state.module_state.is_current(self.module):
+        if reducer.recover() and not self._module_state.is_current(self.module):
             with reducer.looking_at_module():
                 module_state = ModuleState(self.module)
                 self._check_unchanged(state.module_state, module_state)
-            reducer.use_module(module_state)
-            state.module_state = module_state
+            reducer.use_module(state.module_state)
+            self._module_state = module_state
         reducer.before_forward()
         return reducer
 
     def _check_unchanged(self, before: ModuleState, now: ModuleState) -> None:
-        """Raise if the module's parameters do not fit the buffers any more; frozen parameters are allowed."""
-        trainable = self.gradient_buffers.layout.bucket_of
+        """Raise if a parameter has no place in the buffers; some may be frozen, removed or in another order."""
+        trainable = self.gradient_buffers.gradients.index
         olds = {spec.name: (id(p), spec) for spec, p in zip(before.specs, before.parameters, strict=True)}
-        for i, (spec, parameter) in enumerate(zip(now.specs, now.parameters, strict=True)):
+        for spec, parameter in zip(now.specs, now.parameters, strict=True):
             is_same = olds.get(spec.name) == (id(parameter), spec)
-            if not is_same or (parameter.requires_grad and i not in trainable):
+            if not is_same or (parameter.requires_grad and id(parameter) not in trainable):
                 raise UnusableError(
                     f"rank {self._reducer.groups.rank}: parameter {spec.name!r} was added, replaced, moved, cast or "
                     "unfrozen since the module was wrapped, so it has no place in the gradient buffers; wrap the "
