@@ -40,6 +40,7 @@ _SHORTEST_NAP_SECONDS = 50e-6
 _LONGEST_NAP_SECONDS = 0.0002  # short enough that a network does not go idle if MPI moves messages only in calls
 _ASK_SECONDS = 0.001
 _REST = timedelta(milliseconds=50)  # after it a Work of gloo that is not done raises, which takes 80 us
+_JOIN_SECONDS = 5.0
 
 
 class Advancing(Protocol):
@@ -335,6 +336,27 @@ def background_thread(pid: int) -> ProgressThread:
 def network_thread(pid: int) -> ProgressThread:
     """The thread for a network that is advanced only in calls, as under MPI; with 1 ms naps 1 Gbit/s would go idle."""
     return ProgressThread(pid, "ppe_ddp-progress", long_nap=0.0002, short_nap=0.0002, rest_after=1)
+
+
+class Repeated:
+    """A thread that calls a function repeatedly, even if it raises, with ``seconds`` between two calls."""
+
+    def __init__(self, call: Callable[[], object], seconds: float) -> None:
+        self._call, self._seconds = call, seconds
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ppe_ddp-repeated", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends.is_set():
+            with suppress(Exception):  # the next call may succeed
+                self._call()
+            self._ends.wait(self._seconds)
+
+    def end(self) -> None:
+        """Stop the calls."""
+        self._ends.set()
+        self._thread.join(_JOIN_SECONDS)  # a call may hang in a store that does not answer any more
 
 
 def paced(

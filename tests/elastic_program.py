@@ -34,8 +34,9 @@ from torch import nn
 import ppe_ddp
 from ppe_ddp import elastic
 from ppe_ddp.backends.group_internals import TCPStore
+from ppe_ddp.backends.rank_store import ConnectingStore
 from ppe_ddp.compression import ErrorFeedback, PowerSGD
-from ppe_ddp.elastic.training import ElasticTraining, _QuorumStore
+from ppe_ddp.elastic.training import ElasticTraining
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 from ppe_ddp.testing.nodes import Nodes
 
@@ -55,7 +56,7 @@ PHASES = {
     "optimizer": (torch.optim.SGD, "step"),
     "meet": (elastic.StoreMembership, "meet"),
     "connect": (ElasticTraining, "_connecting_store"),
-    "address": (_QuorumStore, "set"),
+    "address": (ConnectingStore, "set"),
     "init": (dist, "init_process_group"),
     "group": (ppe_ddp.DistributedDataParallel, "_move"),
     "state": (ElasticTraining, "_share_state"),

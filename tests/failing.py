@@ -28,6 +28,7 @@ from ppe_ddp import (
     broadcast,
     overlapped,
 )
+from ppe_ddp.backends import device_routed_group
 from ppe_ddp.backends.group_internals import store_of
 from ppe_ddp.engine import bucket, completion, failures, group_duplicates, groups
 
@@ -388,6 +389,7 @@ class Interrupted:
         "while_it_gives_back": (groups, "release_all", "before"),
         "before_it_makes_groups": (groups, "duplicates", "before"),
         "between_two_groups": (group_duplicates, "_new_group", "after"),
+        "before_gloo_connects": (device_routed_group, "group_over", "before"),  # in shared memory
         "when_it_has_made_them": (groups, "duplicates", "after"),
     }
 

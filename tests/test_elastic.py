@@ -21,14 +21,14 @@ import torch
 
 import elastic_program
 import ppe_ddp
-from ppe_ddp import elastic
+from ppe_ddp import elastic, waiting
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.group_internals import address_key, connections_awaited
+from ppe_ddp.backends.rank_store import ConnectingStore
 from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.compression.comm_state import CommState
-from ppe_ddp.elastic import memberships
 from ppe_ddp.elastic.memberships import Quorum
-from ppe_ddp.elastic.training import _QuorumStore, drawn_alike, steps_after, taken_after
+from ppe_ddp.elastic.training import drawn_alike, steps_after, taken_after
 from ppe_ddp.waiting import progress_engine
 from rank_tests import long
 from subprocesses import warm_python
@@ -253,7 +253,7 @@ def test_one_alone_does_not_commit_what_it_leaves_out(lone):
 
 
 def test_a_store_that_is_silent_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(memberships, "_JOIN_SECONDS", 0.2)  # for the thread that is in the store
+    monkeypatch.setattr(waiting, "_JOIN_SECONDS", 0.2)  # for the thread that is in the store
     connection, theirs = elastic_program.FORK.Pipe()
     server = elastic_program.FORK.Process(target=elastic_program.serve, args=(theirs, []), daemon=True)
     server.start()
@@ -318,7 +318,7 @@ def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
         if is_gone.is_set():
             raise ppe_ddp.CommunicationError("rank 1 is gone")
 
-    store = _QuorumStore(inner, look, 60.0)
+    store = ConnectingStore(inner, look, 60.0)
 
     def connect():
         with store.connecting(), contextlib.suppress(RuntimeError):
@@ -336,7 +336,7 @@ def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
 
 def test_who_advances_groups_can_read_what_others_have_written_in_the_store_of_a_quorum():
     """As a rank does whose connection is closed: otherwise a failure of another rank would be taken for its death."""
-    store = _QuorumStore(torch.distributed.HashStore(), lambda: None, 5.0)
+    store = ConnectingStore(torch.distributed.HashStore(), lambda: None, 5.0)
     store.set("failure", "rank 1 has raised")
     found = []
 

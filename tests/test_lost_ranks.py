@@ -7,6 +7,7 @@ import signal
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -313,6 +314,9 @@ def test_ranks_elsewhere_are_asked_by_the_store(peer):
     store = dist.HashStore()
     other = LostRanks(BoundedStore(store), "one", 2, 3, PeerProcesses(2))
     assert [(one.rank, one.condition) for one in lost_ranks(peer, 3, store).find()] == [(2, "does not answer")]
+    alone = lost_ranks(peer, 3, store)
+    alone._told = mock.Mock(side_effect=dist.DistNetworkError("Broken pipe"))  # its server has died
+    assert "rank 2, which cannot be asked, as the store" in str(*alone.find())
     other._tell([])
     assert lost_ranks(peer, 3, store).find() == []
     other._tell([other._lost(2, "has died", Position(5, Activity.VOTE, 0), is_gone=True)])

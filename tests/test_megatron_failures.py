@@ -198,6 +198,30 @@ def test_an_interrupt_before_averages_are_waited_for_whose_error_is_kept_does_no
             assert module.of_interest.main_grad.tolist() == [1.5 + 10 * step] * 12
 
 
+@on_two_ranks
+def test_who_is_interrupted_as_it_tells_of_its_failure_begins_no_other_step_where_it_finishes_that_one():
+    rank, module, fails = dist.get_rank(), Marked([]), False
+
+    def failing(bucket, group):
+        if fails:
+            raise Boom
+        return average(bucket, group)
+
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, module, reduce_function=failing)
+    for step in range(3):
+        fails = step == 1 and rank == 0
+        model.zero_grad_buffer()
+        with pytest.MonkeyPatch.context() as patches:
+            if fails:
+                patches.setattr(LostRanks, "await_completion", _interrupt)
+            with pytest.raises(KeyboardInterrupt) if fails else contextlib.suppress(PeerAbortedError):
+                model(1.0 + rank).backward()
+        with pytest.raises(PeerAbortedError) if step == 1 else contextlib.nullcontext():
+            model.finish_grad_sync()
+    assert module.of_interest.main_grad.tolist() == [1.5] * 12
+
+
 def _interrupt(*_):
     raise KeyboardInterrupt
 

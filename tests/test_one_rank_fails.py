@@ -176,6 +176,29 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
 
 
 @on_two_ranks
+def test_whose_connection_is_closed_while_the_ranks_connect_again_waits_to_hear_who_has_failed():
+    rank, store = dist.get_rank(), store_of(dist.group.WORLD)
+    groups = Groups.duplicate(dist.group.WORLD)
+    dist.barrier()
+    groups.fail(AbortedError(), "begun")
+
+    def make(*_, **__):
+        if rank == 0:
+            store.set("is closed", "")
+            raise RuntimeError("gloo: connection closed by peer")
+        store.wait(["is closed"])
+        raise KeyboardInterrupt
+
+    with mock.patch("ppe_ddp.engine.groups.duplicates", make):
+        error, who = (KeyboardInterrupt, "") if rank else (PeerAbortedError, "rank 1 failed .* KeyboardInterrupt")
+        with pytest.raises(error, match=who):
+            run(renewing_all([groups]))
+    run(renewing_all([groups]))
+    assert not groups.is_closed
+    store.delete_key("is closed")
+
+
+@on_two_ranks
 def test_a_store_that_is_slow_to_answer_is_asked_again_while_the_ranks_connect():
     groups, outcome = Groups.duplicate(dist.group.WORLD), Renewals.outcome
     dist.barrier()

@@ -28,7 +28,7 @@ from ppe_ddp.backends.group_internals import (
     process_group_over,
     start_coalescing,
 )
-from ppe_ddp.backends.rank_store import WrittenKeys
+from ppe_ddp.backends.rank_store import WrittenKeys, connecting
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
 
@@ -189,7 +189,10 @@ def beside_other_backends(own: _Own, backends: Mapping[str, str], arguments: Any
 def gloo_beside(arguments: Any, keys: WrittenKeys) -> ProcessGroup:
     """Make a group over gloo at once: it connects all ranks, and the first call may be one of some ranks."""
     keys.under("beside/gloo").note(address_key(arguments.group_rank))
-    return group_over("gloo", arguments)
+    with connecting(arguments.store, arguments.timeout.total_seconds()) as store:
+        group = group_over("gloo", copied_arguments(arguments, store))
+    weakref.finalize(group, bool, store).atexit = False  # C++ does not keep a store written in Python alive
+    return group
 
 
 def copied_arguments(arguments: Any, store: Any) -> Any:

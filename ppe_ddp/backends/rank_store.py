@@ -20,13 +20,21 @@ from typing import Any, NamedTuple, TypeVar
 from torch import distributed as dist
 from torch.distributed import ProcessGroup, default_pg_timeout
 
-from ppe_ddp.backends.group_internals import PrefixStore, Store, kept_with, store_of, timeout_of
+from ppe_ddp.backends.group_internals import (
+    PrefixStore,
+    Store,
+    connections_awaited,
+    end_wait_for_connections,
+    kept_with,
+    store_of,
+    timeout_of,
+)
 from ppe_ddp.errors import CommunicationError, DisagreementError
-from ppe_ddp.waiting import each_process, paced, progress_engine
+from ppe_ddp.waiting import Repeated, each_process, paced, progress_engine
 
 T = TypeVar("T")
 
-_NAP = 0.001  # seconds between looks at the store ...
+_NAP, _LONG_NAP = 0.001, 0.002  # seconds between looks at the store, the longer where processes start ...
 _LONGEST_PAUSE = 0.02  # ... and the longest such pause
 _LAST = 16  # exchanges whose words stay in the store: threads of other ranks may still read some of them
 
@@ -305,8 +313,87 @@ class Meeting:
         return found
 
 
+def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``arrived()``, which is called at once and then now and then; False if the time is over.
+
+    It takes no lock if that is so at once. The lock of a wait may belong to a thread that waits for this one.
+    """
+    return arrived() or progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_LONG_NAP)
+
+
+class ConnectingStore(Store):
+    """A store in which ranks connect. Meanwhile its waits end if ``look`` raises, as where one is gone or has failed.
+
+    gloo calls these methods, too, and waits in them. After that gloo waits for other ranks to connect to it, without
+    the store; a thread calls :meth:`end_waits`, which ends that wait. C++ does not keep this object alive.
+    """
+
+    def __init__(self, store: Any, look: Callable[[], object], seconds: float) -> None:
+        super().__init__()
+        self._store, self._look, self._seconds = store, look, seconds
+        self._awaits: list[bytes] = []  # the addresses that gloo has written, where it awaits connections
+        self.is_connecting = True
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """A context in which the ranks connect, while a thread looks."""
+        looks = Repeated(self.end_waits, _LONGEST_PAUSE)
+        try:
+            yield
+            self.is_connecting = False
+        finally:
+            looks.end()
+
+    def end_waits(self) -> None:
+        """End gloo's waits for connections, in other threads, if ``look`` raises."""
+        try:
+            self._look()
+        except RuntimeError:
+            while self._awaits:
+                end_wait_for_connections(self._awaits.pop())
+
+    def set(self, key: str, value: Any) -> None:
+        if self.is_connecting and isinstance(value, bytes) and connections_awaited(value):
+            self._awaits.append(value)
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> Any:
+        return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> Any:
+        return self._store.compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> Any:
+        return self._store.delete_key(key)
+
+    def check(self, keys: list[str]) -> Any:
+        if self.is_connecting:
+            self._look()
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = min(self._seconds, timeout.total_seconds()) if timeout is not None else self._seconds
+        if not wait_for(lambda: bool(self.check(keys)), seconds):
+            raise dist.DistStoreError(f"nobody has written {', '.join(keys)} in {seconds:g} s")
+
+    def get(self, key: str) -> Any:
+        self.wait([key])
+        return self._store.get(key)
+
+    def multi_get(self, keys: list[str]) -> Any:
+        self.wait(keys)
+        return self._store.multi_get(keys)
+
+    def has_extended_api(self) -> Any:
+        return self._store.has_extended_api()
+
+
+def _nothing() -> None:
+    """Look for nothing."""
+
+
 # torch.distributed passes no such argument on to a backend.
-_look_at_members: ContextVar[Callable[[], None]] = ContextVar("look", default=lambda: None)
+_look_at_members: ContextVar[Callable[[], None]] = ContextVar("look", default=_nothing)
 
 
 @contextmanager
@@ -317,6 +404,18 @@ def looking(look: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         _look_at_members.reset(token)
+
+
+@contextmanager
+def connecting(store: Store, seconds: float) -> Iterator[Store]:
+    """A context in which gloo connects ranks in the store that it yields; its waits look as :func:`looking` says."""
+    look = _look_at_members.get()
+    if look is _nothing:
+        yield store
+        return
+    looked_at = ConnectingStore(store, paced(look, _LONGEST_PAUSE), seconds)
+    with looked_at.connecting():
+        yield looked_at
 
 
 def await_members(arguments: Any, ranks: Sequence[int], options: object, store: WrittenKeys) -> int:

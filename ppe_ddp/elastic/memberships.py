@@ -27,13 +27,11 @@ from urllib.parse import urlsplit
 from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import HashStore, PrefixStore, Store, TCPStore
-from ppe_ddp.backends.rank_store import BoundedStore, Reports
+from ppe_ddp.backends.rank_store import BoundedStore, Reports, wait_for
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import Repeated, paced
 
-_NAP = 0.002  # seconds between looks at a store, while other processes come
-_JOIN_SECONDS = 5.0
 _BEAT = 0.2  # seconds between heartbeats
 _FLAG_BITS = 31  # bits that one MPI agreement takes
 _START_SECONDS = 600.0
@@ -59,14 +57,6 @@ class Quorum:
     words: Sequence[dict[str, Any]]
     rank: int
     store: Store
-
-
-def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
-    """Wait until ``arrived()``, which is called at once and then now and then; False if the time is over.
-
-    It takes no lock if that is so at once. The lock of a wait may belong to a thread that waits for this one.
-    """
-    return arrived() or progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_NAP)
 
 
 class Membership(ABC):
@@ -109,27 +99,6 @@ class Membership(ABC):
         """Leave the training, so that the other processes do not wait for this one; ``word`` as in :meth:`meet`."""
         if self._beats is not None:
             self._beats.end()
-
-
-class Repeated:
-    """A thread that calls a function repeatedly, even if it raises, with ``seconds`` between two calls."""
-
-    def __init__(self, call: Callable[[], object], seconds: float) -> None:
-        self._call, self._seconds = call, seconds
-        self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ppe_ddp-repeated", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._ends.is_set():
-            with suppress(Exception):  # the next call may succeed
-                self._call()
-            self._ends.wait(self._seconds)
-
-    def end(self) -> None:
-        """Stop the calls."""
-        self._ends.set()
-        self._thread.join(_JOIN_SECONDS)  # a call may hang in a store that does not answer any more
 
 
 class StoreMembership(Membership):

@@ -20,7 +20,7 @@ import functools
 import io
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -31,17 +31,11 @@ from torch import distributed as dist
 from torch.serialization import default_restore_location
 
 from ppe_ddp.backends.collective_arguments import as_bytes
-from ppe_ddp.backends.group_internals import (
-    Store,
-    connections_awaited,
-    count_groups_anew,
-    default_group,
-    end_wait_for_connections,
-)
-from ppe_ddp.backends.rank_store import Meeting, WrittenKeys
+from ppe_ddp.backends.group_internals import count_groups_anew, default_group
+from ppe_ddp.backends.rank_store import ConnectingStore, Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
-from ppe_ddp.elastic.memberships import Membership, Quorum, Repeated, wait_for
+from ppe_ddp.elastic.memberships import Membership, Quorum
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
@@ -53,7 +47,7 @@ from ppe_ddp.waiting import paced
 
 logger = logging.getLogger("ppe_ddp")
 
-_LOOK_SECONDS, _LONG_LOOK_SECONDS = 0.02, 0.2  # between looks for dead ranks of this node, and of other nodes
+_LOOK_SECONDS = 0.2  # between looks for dead ranks of other nodes
 _LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # the least size of a tensor that is sent by itself, and of its pieces
 _VOID = "ppe_ddp/void"
 """The key in the store of a quorum by which a member tells that it has given the quorum up."""
@@ -86,73 +80,6 @@ def drawn_alike(words: Sequence[Mapping[str, Any]]) -> set[str]:
     """
     states = [one["random"].items() for one in words if one["committed"] >= 0]
     return {kind for kind, _ in set.intersection(*map(set, states))} if states else set()
-
-
-class _QuorumStore(Store):
-    """The store of one quorum. While the members connect, its waits end if one is gone or has given the quorum up.
-
-    gloo calls these methods, too, and waits in them. After that gloo waits for other ranks to connect to it, without
-    the store; a thread calls :meth:`end_waits`, which ends that wait if a member is gone.
-    """
-
-    def __init__(self, store: Any, look: Callable[[], None], seconds: float) -> None:
-        super().__init__()
-        self._store, self._look, self._seconds = store, look, seconds
-        self._awaits: list[bytes] = []  # the addresses that gloo has written, where it awaits connections
-        self.is_connecting = True
-
-    @contextmanager
-    def connecting(self) -> Generator[None, None, None]:
-        """A context in which the members connect, while a thread looks for dead members."""
-        looks = Repeated(self.end_waits, _LOOK_SECONDS)
-        try:
-            yield
-            self.is_connecting = False
-        finally:
-            looks.end()
-
-    def end_waits(self) -> None:
-        """End gloo's waits for connections, in other threads, if a member is gone."""
-        try:
-            self._look()
-        except RuntimeError:
-            while self._awaits:
-                end_wait_for_connections(self._awaits.pop())
-
-    def set(self, key: str, value: Any) -> None:
-        if self.is_connecting and isinstance(value, bytes) and connections_awaited(value):
-            self._awaits.append(value)
-        self._store.set(key, value)
-
-    def add(self, key: str, value: int) -> Any:
-        return self._store.add(key, value)
-
-    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> Any:
-        return self._store.compare_set(key, expected_value, desired_value)
-
-    def delete_key(self, key: str) -> Any:
-        return self._store.delete_key(key)
-
-    def check(self, keys: list[str]) -> Any:
-        if self.is_connecting:
-            self._look()
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = min(self._seconds, timeout.total_seconds()) if timeout is not None else self._seconds
-        if not wait_for(lambda: bool(self.check(keys)), seconds):
-            raise dist.DistStoreError(f"nobody has written {', '.join(keys)} in {seconds:g} s")
-
-    def get(self, key: str) -> Any:
-        self.wait([key])
-        return self._store.get(key)
-
-    def multi_get(self, keys: list[str]) -> Any:
-        self.wait(keys)
-        return self._store.multi_get(keys)
-
-    def has_extended_api(self) -> Any:
-        return self._store.has_extended_api()
 
 
 class ElasticTraining:
@@ -416,7 +343,7 @@ class ElasticTraining:
         self.names, self._number, self._quorum = list(quorum.names), quorum.number, None
         self.committed = steps_after(quorum.words)
 
-    def _connect(self, quorum: Quorum, store: _QuorumStore) -> Sequence[Any]:
+    def _connect(self, quorum: Quorum, store: ConnectingStore) -> Sequence[Any]:
         """Make a new default group; returns the place in the data of each of its ranks."""
         size = len(quorum.names)
         word = [self._position, self._slots]
@@ -434,11 +361,11 @@ class ElasticTraining:
         self._share_state(quorum)
         return outcome.words
 
-    def _connecting_store(self, quorum: Quorum) -> _QuorumStore:
+    def _connecting_store(self, quorum: Quorum) -> ConnectingStore:
         address = self._address
         seen = PeerProcesses(quorum.rank, address, [one["process"] for one in quorum.words])
         elsewhere = [name for rank, name in enumerate(quorum.names) if rank not in (quorum.rank, *seen.on_this_node)]
-        silent = paced(lambda: self._membership.silent(elsewhere), _LONG_LOOK_SECONDS)
+        silent = paced(lambda: self._membership.silent(elsewhere), _LOOK_SECONDS)
 
         def look() -> None:
             if quorum.store.check([_VOID]):
@@ -448,7 +375,7 @@ class ElasticTraining:
             if silent():
                 raise CommunicationError(f"of {', '.join(elsewhere)} one gives no sign of life")
 
-        return _QuorumStore(quorum.store, look, self._timeout)
+        return ConnectingStore(quorum.store, look, self._timeout)
 
     def _disconnect(self) -> None:
         reducer = self._model._reducer

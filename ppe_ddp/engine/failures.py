@@ -80,6 +80,7 @@ _STOPPED_SECONDS = 1.0  # ... if they are stopped: their user may let them go on
 _ARRIVING_SECONDS = 0.3  # for ranks of other nodes, whose progress is not visible
 _UNCAUGHT = "an error that nobody has caught, "
 _SILENT = "does not answer"
+_UNASKED = "cannot be asked, as the store that the ranks share does not answer"
 _LATE = "has not come"
 
 
@@ -175,7 +176,8 @@ class LostRanks:
         progress_engine(os.getpid()).wait_until(is_clear, seconds=seconds, nap=_NAP_SECONDS)
         if explained():  # even if a rank was found: it may have reported an error before its process ended
             return []
-        return found or self._not_running() or self._silent(told) or self._behind(told)
+        condition = _UNASKED if is_store_silent else _SILENT
+        return found or self._not_running() or self._silent(told, condition) or self._behind(told)
 
     def note_wait(self) -> None:
         """Show the other processes that this rank waits."""
@@ -260,8 +262,8 @@ class LostRanks:
         told: dict[int, dict[str, Any]] = dict(json.loads(text) for text in self._reports.look())
         return {rank: record for rank, record in told.items() if rank in self._elsewhere}
 
-    def _silent(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
-        return [LostRank(rank, _SILENT) for rank in sorted(self._elsewhere - told.keys())]
+    def _silent(self, told: dict[int, dict[str, Any]], condition: str) -> list[LostRank]:
+        return [LostRank(rank, condition) for rank in sorted(self._elsewhere - told.keys())]
 
     def _behind(self, told: dict[int, dict[str, Any]]) -> list[LostRank]:
         """The ranks that are behind this one: it waits for them, or they wait for each other."""

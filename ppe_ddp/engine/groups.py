@@ -79,6 +79,7 @@ _NOT_CONNECTED = "the ranks could not connect again after a failure"
 _MOST_DUPLICATES = 1_000_000  # of one parent
 _NAP_SECONDS = 0.001  # between looks at the store, while other ranks come to connect again ...
 _LONGEST_PAUSE = 0.01  # ... and the longest such pause
+_TOLD_SECONDS = 1.0  # for a rank that has failed while the ranks connect to tell of it
 
 
 class User(Protocol):
@@ -262,15 +263,13 @@ class Groups:
         if not self._is_agreed:
             # A DistError comes from the store, which has gone with the rank that served it.
             return self.explained(error, "connecting the ranks again") if isinstance(error, dist.DistError) else error
-        with contextlib.suppress(dist.DistError, CommunicationError):
-            if others := self.failures.of_others():  # a rank that had connected has failed and closed its end
-                return self.failures.error(others)
+        try:  # a rank that has failed or died closes its end, and that may be known only then
+            progress_engine(os.getpid()).wait_until(bool, self._look, seconds=_TOLD_SECONDS, nap=_LONGEST_PAUSE)
+        except (PeerAbortedError, CommunicationError) as told:
+            return told
         if isinstance(error, CommunicationError) and error.reason and error.ranks and not error.is_final:
-            # That rank has not reported it yet.
+            # That rank has not reported it.
             return self.failures.error([Failure(error.ranks[0], self.step + 1, "begun", error.reason)])
-        lost = self._lost.behind((isinstance(error, CommunicationError) and error.ranks) or ())
-        if any(one.is_gone for one in lost):  # of which another rank may have told, in words only
-            return self.failures.lost_error(lost, _NOT_CONNECTED)
         failed = CommunicationError(
             f"rank {self.rank}: {_NOT_CONNECTED}: {error}. Every rank must go on with its next step"
         )

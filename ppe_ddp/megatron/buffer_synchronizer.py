@@ -286,8 +286,11 @@ class BufferSynchronizer(Synchronizer):
     def fail(self, backward: Backward, error: BaseException) -> PpeDdpError | None:
         """End the communication for all ranks; ``finish_grad_sync()`` will raise the error, and begin nothing."""
         self.is_sent = False
-        instead = super().fail(backward, error)
-        self._note_failure(instead or error)
+        instead: PpeDdpError | None = None
+        try:
+            instead = super().fail(backward, error)
+        finally:  # even if an interrupt ends a wait
+            self._note_failure(instead or error)
         return instead
 
     def _note_failure(self, told: BaseException) -> None:

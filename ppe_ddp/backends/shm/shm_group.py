@@ -49,15 +49,19 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        self._wire = GlooWire([_over_gloo(copied_arguments(arguments, keys.store), keys, _MORE_TIME)])
-        self._connect(
-            self._wire,
-            HostMemory(rank, "shm"),
-            partial(_join, arguments, keys, rank),
-            is_enabled=options.shared_memory,
-            two_level_bytes=options.two_levels_from(size),
-            direct_bytes=options.direct_up_to(size),
-        )
+        try:
+            self._wire = GlooWire([_over_gloo(copied_arguments(arguments, keys.store), keys, _MORE_TIME)])
+            self._connect(
+                self._wire,
+                HostMemory(rank, "shm"),
+                partial(_join, arguments, keys, rank),
+                is_enabled=options.shared_memory,
+                two_level_bytes=options.two_levels_from(size),
+                direct_bytes=options.direct_up_to(size),
+            )
+        except BaseException as error:  # even an interrupt, as ranks that gloo has connected wait for this one
+            self._waits.give_up(f"the connection was left: {type(error).__name__}")
+            raise
         if self._shared.queue is not None:
             progress_engine(self._pid).expect(size)
             background_thread(self._pid)
