@@ -175,8 +175,9 @@ def test_interrupted_while_the_first_of_two_groups_is_connected_again(place):
     assert [groups.is_closed for groups in both] == [False, False]
 
 
+@pytest.mark.parametrize("cause", [KeyboardInterrupt, OSError])
 @on_two_ranks
-def test_whose_connection_is_closed_while_the_ranks_connect_again_waits_to_hear_who_has_failed():
+def test_whose_connection_is_closed_while_the_ranks_connect_again_waits_to_hear_who_has_failed(cause):
     rank, store = dist.get_rank(), store_of(dist.group.WORLD)
     groups = Groups.duplicate(dist.group.WORLD)
     dist.barrier()
@@ -187,11 +188,11 @@ def test_whose_connection_is_closed_while_the_ranks_connect_again_waits_to_hear_
             store.set("is closed", "")
             raise RuntimeError("gloo: connection closed by peer")
         store.wait(["is closed"])
-        raise KeyboardInterrupt
+        raise cause("it has stopped")
 
     with mock.patch("ppe_ddp.engine.groups.duplicates", make):
-        error, who = (KeyboardInterrupt, "") if rank else (PeerAbortedError, "rank 1 failed .* KeyboardInterrupt")
-        with pytest.raises(error, match=who):
+        error = (KeyboardInterrupt, CommunicationError) if rank else PeerAbortedError
+        with pytest.raises(error, match="it has stopped" if rank else "rank 1 failed .*it has stopped"):
             run(renewing_all([groups]))
     run(renewing_all([groups]))
     assert not groups.is_closed

@@ -22,11 +22,11 @@ class TwoHeads(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
 
     def forward(self, x, head):
-        return self.heads[head](x)
+        return self.heads[head](x.to(self.heads[head].weight.dtype))
 
 
-def two_heads(wrapper, make, **options):
-    module = seeded(TwoHeads)
+def two_heads(wrapper, make, module=None, **options):
+    module = seeded(TwoHeads) if module is None else module
     if wrapper == "plain":
         model = DistributedDataParallel(module)
     else:
@@ -225,16 +225,18 @@ def test_the_error_of_one_rank_is_told_on_all(wrapper):
 @on_two_ranks
 def test_a_state_is_loaded_where_one_rank_alone_has_heard_of_a_failure(wrapper):
     """As after a compressor that has raised behind its last message: one rank's connections are closed."""
-    model, optimizer = two_heads(wrapper, adamw, master_dtype=torch.float64)
+    module = seeded(TwoHeads)
+    module.heads[1].double()  # whose master weights are the parameters, so that only those of heads[0] are gathered
+    model, optimizer = two_heads(wrapper, adamw, module, master_dtype=torch.float64)
     train(model, optimizer, [0, 1])
     saved = copy.deepcopy(optimizer.state_dict())
-    before = [parameter.detach().clone() for parameter in model.module.parameters()]
-    train(model, optimizer, [1])
+    before = [parameter.detach().clone() for parameter in module.heads[0].parameters()]
+    train(model, optimizer, [0])
     for groups in model._reducer.connections if dist.get_rank() else ():
         groups.fail(RuntimeError("this rank alone"), "finishing")
     optimizer.load_state_dict(saved)
-    assert all(map(torch.equal, model.module.parameters(), before))
-    train(model, optimizer, [0])
+    assert all(map(torch.equal, module.heads[0].parameters(), before))
+    train(model, optimizer, [0, 1])
 
 
 # --- the precision of state

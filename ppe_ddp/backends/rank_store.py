@@ -321,6 +321,10 @@ def wait_for(arrived: Callable[[], bool], seconds: float) -> bool:
     return arrived() or progress_engine(os.getpid()).wait_until(arrived, seconds=seconds, nap=_LONG_NAP)
 
 
+def _nothing() -> None:
+    """Look for nothing."""
+
+
 class ConnectingStore(Store):
     """A store in which ranks connect. Meanwhile its waits end if ``look`` raises, as where one is gone or has failed.
 
@@ -340,7 +344,7 @@ class ConnectingStore(Store):
         looks = Repeated(self.end_waits, _LONGEST_PAUSE)
         try:
             yield
-            self.is_connecting = False
+            self.is_connecting, self._look = False, _nothing  # which may hold the group that holds this
         finally:
             looks.end()
 
@@ -367,8 +371,7 @@ class ConnectingStore(Store):
         return self._store.delete_key(key)
 
     def check(self, keys: list[str]) -> Any:
-        if self.is_connecting:
-            self._look()
+        self._look()
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -386,10 +389,6 @@ class ConnectingStore(Store):
 
     def has_extended_api(self) -> Any:
         return self._store.has_extended_api()
-
-
-def _nothing() -> None:
-    """Look for nothing."""
 
 
 # torch.distributed passes no such argument on to a backend.

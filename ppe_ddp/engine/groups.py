@@ -263,8 +263,9 @@ class Groups:
         if not self._is_agreed:
             # A DistError comes from the store, which has gone with the rank that served it.
             return self.explained(error, "connecting the ranks again") if isinstance(error, dist.DistError) else error
+        seconds = _TOLD_SECONDS if is_of_transport(error) else 0.0  # an error of its own is to be told at once
         try:  # a rank that has failed or died closes its end, and that may be known only then
-            progress_engine(os.getpid()).wait_until(bool, self._look, seconds=_TOLD_SECONDS, nap=_LONGEST_PAUSE)
+            progress_engine(os.getpid()).wait_until(bool, self._look, seconds=seconds, nap=_LONGEST_PAUSE)
         except (PeerAbortedError, CommunicationError) as told:
             return told
         if isinstance(error, CommunicationError) and error.reason and error.ranks and not error.is_final:

@@ -428,11 +428,11 @@ class DistributedOptimizer(Optimizer):
         self._flat_step.separate()
         moved, is_closed = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
         indices = {master.index for master in moved}
-        units = self._write([index in indices for index in range(len(self._model.shards))])
-        if is_closed:  # on some rank since a failure; all connect again in their next step
-            self._gather.gather_in(self._model.group, units)
+        updated = [index in indices for index in range(len(self._model.shards))]
+        if is_closed:  # on some rank since a failure; all connect again in their next step, which gathers everything
+            self._gather.gather_in(self._model.group, self._masters.write(self._model, updated))
         else:
-            self._gather.start(units)
+            self._gather.start(self._write(updated))
         for hook in after:
             hook(self)
 
