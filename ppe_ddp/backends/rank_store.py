@@ -336,7 +336,6 @@ class ConnectingStore(Store):
         super().__init__()
         self._store, self._look, self._seconds = store, look, seconds
         self._awaits: list[bytes] = []  # the addresses that gloo has written, where it awaits connections
-        self.is_connecting = True
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
@@ -344,7 +343,7 @@ class ConnectingStore(Store):
         looks = Repeated(self.end_waits, _LONGEST_PAUSE)
         try:
             yield
-            self.is_connecting, self._look = False, _nothing  # which may hold the group that holds this
+            self._look = _nothing  # the other may hold the group that holds this
         finally:
             looks.end()
 
@@ -357,7 +356,7 @@ class ConnectingStore(Store):
                 end_wait_for_connections(self._awaits.pop())
 
     def set(self, key: str, value: Any) -> None:
-        if self.is_connecting and isinstance(value, bytes) and connections_awaited(value):
+        if self._look is not _nothing and isinstance(value, bytes) and connections_awaited(value):
             self._awaits.append(value)
         self._store.set(key, value)
 

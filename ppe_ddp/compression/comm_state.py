@@ -120,21 +120,22 @@ class CommState:
     def decide(self) -> None:
         """Complete :meth:`put_back_unless_stepped`; called when no optimizer will step any more."""
         if self._undecided is not None:
-            finite, updated, _ = self._undecided
+            self._before = self._to_put_back
             self._end_notes()
-            for name, parameter in finite.items():
-                if id(parameter) in updated:
-                    self._before.pop(name, None)
             self.put_back()
+
+    @property
+    def _to_put_back(self) -> dict[str, dict[str, Any]]:
+        """The copies of :meth:`keep` that :meth:`decide` would restore now."""
+        if self._undecided is None:
+            return {}
+        finite, updated, _ = self._undecided
+        return {n: entries for n, entries in self._before.items() if n not in finite or id(finite[n]) not in updated}
 
     @property
     def _settled(self) -> dict[str, dict[str, Any]]:
         """The state by parameter as :meth:`decide` would leave it now; decides nothing, as optimizers may yet step."""
-        if self._undecided is None:
-            return self._of
-        finite, updated, _ = self._undecided
-        dropped = {n: entries for n, entries in self._before.items() if n not in finite or id(finite[n]) not in updated}
-        return self._of | dropped
+        return self._of | self._to_put_back
 
     def _end_notes(self) -> None:
         if self._undecided is not None:
