@@ -1,4 +1,4 @@
-"""Programs that have failed once, each in several orders of events."""
+"""Programs that have failed once, with a bug of the library's or a planted one, each in several orders of events."""
 
 import dataclasses
 import math
@@ -137,6 +137,13 @@ def found(orders=5):
     for seed in (0, 3, 5):
         withheld = Recipe(seed, (LayerRecipe(Kind.WITHHELD), LayerRecipe(Kind.LINEAR)))
         programs += [dataclasses.replace(_program(seed, ("here",) * 2, ()), recipes=(withheld,))]
+    # A rank fails in its backward while others receive what it has sent in the step before (planted: it does not wait).
+    programs += [_program(7, ("",) * 3, (Fault(0, 1, Where.BACKWARD, 0),))]
+    # ... where a hook of torch's kind has begun to send: the rank gets its gradients back (planted: it does not) ...
+    hooked = {"wrapping": Wrapping.HOOK, "step": kept, "bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True}
+    failing = [_program(seed, ("here",) * 2, (Fault(0, 0, Where.BACKWARD, 0),), **hooked) for seed in (2, 5)]
+    # ... those too that weigh nothing.
+    programs += [*failing, dataclasses.replace(failing[1], weighs=True)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

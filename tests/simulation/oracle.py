@@ -330,6 +330,8 @@ class Oracle:
         is_clear = not (self.is_torn or program.adds_parts or any(word in place for word in SEVERAL))
         is_single = any(place.endswith(kind) for kind in _SINGLE)
         gone_on = {rank for rank, result in there.items() if result.error is None}
+        number = int(place.split()[1].partition(".")[0])
+        hooked = {f.rank for f in self.run.faults.fired if f.step == number and f.where is Where.HOOK}
         for rank, result in there.items():
             here, error = f"rank {rank}, {place}", result.error
             self._check_error(here, rank, error, raising, gone_on, is_fatal=is_fatal)
@@ -344,7 +346,7 @@ class Oracle:
                 cleared = None if got is None else torch.zeros_like(got)
                 there_before = cleared if program.wrapping.is_megatron else None
                 fitting = [own[name]]
-                if rank in raising or not (is_single and name in result.computed):  # which may not have come by then
+                if rank in hooked or not (is_single and name in result.computed):  # which may not have come by then
                     fitting.append(
                         {Zeroing.NOTHING: earlier[name], Zeroing.TO_NONE: there_before}.get(zeroing, cleared)
                     )

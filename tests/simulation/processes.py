@@ -16,7 +16,8 @@ from ppe_ddp.backends import group as group_of_ranks
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shm import shm_group
 from ppe_ddp.engine import groups, peer_processes, plan
-from ppe_ddp.engine.completion import Completion
+from ppe_ddp.engine.completion import TOGETHER, Completion, SharedParameters
+from ppe_ddp.engine.gradients import Gradients
 from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.replicas import BufferWrites
 from ppe_ddp.optim import DistributedOptimizer
@@ -31,6 +32,7 @@ class _World(c10d._World):
 
     pg_map = pg_names = pg_group_ranks = pg_backend_config = tags_to_pg = pg_to_tag = None
     group_count = 0
+    apart = TOGETHER  # as ppe_ddp has it, beside those
 
     def __init__(self):
         super().__init__()
@@ -39,8 +41,10 @@ class _World(c10d._World):
 
 
 def use_world(world):
-    """Let torch see the groups of one rank."""
-    c10d._world = world
+    """Let torch see the groups of one rank, and ppe_ddp its wrappers."""
+    if isinstance(c10d._world, _World):
+        c10d._world.apart = SharedParameters.apart
+    c10d._world, SharedParameters.apart = world, world.apart
 
 
 def new_worlds(count):
@@ -59,7 +63,9 @@ class _Own:
         self.add(one)
 
     def add(self, one):
-        self._of[Scheduler.current.pid()].append(weakref.ref(one))
+        own = self._of[Scheduler.current.pid()]
+        if not any(other() is one for other in own):
+            own.append(weakref.ref(one))
 
     def pop(self, identity, _default):
         own = self._of[Scheduler.current.pid()]
@@ -162,6 +168,10 @@ def simulated():
         mock.patch.object(shm_group, "_over_gloo", lambda arguments, keys, _=None: (arguments, keys)),
         mock.patch.object(Reducer, "_all", _Own()),
         mock.patch.object(Completion, "_open", _Own()),
+        mock.patch.object(SharedParameters, "apart", TOGETHER),
+        mock.patch.object(SharedParameters, "_all", _Own(is_shuffled=False)),
+        mock.patch.object(SharedParameters, "_with_places", _Own(is_shuffled=False)),
+        mock.patch.object(Gradients, "_all", _Own(is_shuffled=False)),
         mock.patch.object(DistributedOptimizer, "_everyone", _Own()),
         mock.patch.object(BufferWrites, "_tables", _OwnTables()),
         mock.patch.object(weighing.Weights, "_all", _Own(is_shuffled=False)),

@@ -35,12 +35,16 @@ _FAILING_IN_JOIN = [kind for kind in _IN_JOIN if "FORWARDS" not in kind.name and
 _TWO_SYNCHRONIZATIONS = [kind for kind in StepKind if kind.name.endswith(("BACKWARDS", "LOSSES", "GRAPH"))]
 # A hook of torch's kind that raises has the others wait in the user's group; those that it does not come to go on.
 _IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
+# Else few histories come to such a hook that raises, or to a backward that raises while buckets are under way.
 _IN_SYNC_HOOK = {Where.PACKING: Where.FUNCTION, Where.FUNCTION_LATE: Where.FUNCTION}
+_IN_BACKWARD = {Where.EARLY: Where.BACKWARD}
 _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # which come late in some programs
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
+_HOOK = 0.1  # of those that would have no function of the user's
 _WEIGHING = 0.25  # of those that can
+_WEIGHING_WITH_HOOK = 0.5  # ... with a hook of torch's kind
 _SAVING = 0.03
 _HOOKING = 0.3
 _COUNTS = (0, 0, 1, 2, 3, 0.5, 7, 100)
@@ -103,6 +107,8 @@ class Program:
         }
         is_large = draw.random() < 0.03  # many small histories find more than a few long ones
         wrapping = draw.choice([*Wrapping, *[Wrapping.PLAIN] * 6])
+        if wrapping is Wrapping.PLAIN and Random(f"hook {seed}").random() < _HOOK:
+            wrapping = Wrapping.HOOK
         count = draw.choice([1, 2, 3]) if is_large else draw.choice([1, 1, 1, 1, 1, 2])
         count = 1 if wrapping is Wrapping.HOOK else count  # it communicates in one group of the user's
         most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
@@ -124,8 +130,8 @@ class Program:
         faults = tuple(
             fault for fault in faults if _is_fitting(fault, steps[fault.step], wrapping, shares, is_several=count > 1)
         )
-        if wrapping is Wrapping.SYNC_HOOK:  # else few histories come to a hook that raises
-            faults = tuple(dataclasses.replace(one, where=_IN_SYNC_HOOK.get(one.where, one.where)) for one in faults)
+        instead = {Wrapping.SYNC_HOOK: _IN_SYNC_HOOK, Wrapping.HOOK: _IN_BACKWARD}.get(wrapping, {})
+        faults = tuple(dataclasses.replace(one, where=instead.get(one.where, one.where)) for one in faults)
         nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
         nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
         changes = ()
@@ -175,8 +181,9 @@ class Program:
     def weighing(self):
         """The same, in some of the programs with weights; these begin a step without gradients, as they must."""
         draw = Random(f"weighs {self.seed}")
+        most = _WEIGHING_WITH_HOOK if self.wrapping is Wrapping.HOOK else _WEIGHING
         # A rank whose loss does not come to a wrapper has no samples there, though one process has.
-        if self.apart or self.shares or self.wrapping.is_megatron or draw.random() > _WEIGHING:
+        if self.apart or self.shares or self.wrapping.is_megatron or draw.random() > most:
             return self
         change, cleared = dataclasses.replace, [Zeroing.TO_NONE, Zeroing.TO_ZERO]
         if self.wrapping is Wrapping.OPTIMIZER:
