@@ -8,7 +8,7 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.scaling import scale
+from ppe_ddp.waiting import is_done
 
 
 @runtime_checkable
@@ -26,30 +27,15 @@ class Waitable(Protocol):
         """Block until the result is in place; raise the operation's error."""
 
 
-Probe = Callable[[], object]
-"""Returns, without waiting, whether an operation has completed. The call may also advance the operation."""
-
-
-def probe(pending: object) -> Probe | None:
-    """The method of a Work or a Future that tells whether it is done; None if it has none."""
-    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
-
-
-def is_completed(pending: Waitable) -> bool:
-    """Whether ``wait()`` would return at once."""
-    is_done = probe(pending)
-    return is_done is None or bool(is_done())
-
-
 class AllPending:
     """Several operations in flight, waited for as one."""
 
     def __init__(self, parts: Sequence[Waitable]) -> None:
         self.parts = parts
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         """Whether all of them are; asks each one, since that may advance it."""
-        return all([is_completed(one) for one in self.parts])
+        return all([is_done(one) for one in self.parts])
 
     def wait(self) -> None:
         """Wait for all of them."""

@@ -162,7 +162,7 @@ class _BroadcastMessage:
             torch._foreach_copy_(self._slots, self._tensors)
         self.work = dist.broadcast(message, group=group, group_src=source, async_op=True)
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         return bool(self.work.is_completed())
 
     @torch.no_grad()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import GradBucket, Probe, Waitable, probe
+from ppe_ddp.contracts import GradBucket, Waitable
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import REQUIRES_GRAD, MemoryPool, sole_owner
@@ -40,6 +40,7 @@ from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, wat
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
 from ppe_ddp.torch_internals import EXISTS, is_future, storage_users
+from ppe_ddp.waiting import Probe, probe
 
 _SHAPE = attrgetter("shape")
 _PLANS = 32  # that keep their buckets
@@ -126,8 +127,8 @@ class Bucket(ABC):
 
     def done(self) -> bool:
         """Whether no reduction is in flight."""
-        is_done = probe(self.pending)
-        return self.pending is None or (is_done is not None and bool(is_done()))
+        done = probe(self.pending)
+        return self.pending is None or (done is not None and bool(done()))
 
     def check(self) -> None:  # noqa: B027  # most cannot know
         """Raise the error of the reduction, if it is known to have failed."""

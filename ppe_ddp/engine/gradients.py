@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import Allocator, MemoryPool
 from ppe_ddp.engine.module import ModuleState, is_distributed, local_tensor
@@ -24,6 +23,7 @@ from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
+from ppe_ddp.waiting import Probe
 
 
 class Gradients:

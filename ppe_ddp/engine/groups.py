@@ -36,7 +36,6 @@ from ppe_ddp.backends.group_internals import (
     timeout_of,
 )
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused, looking
-from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import (
     ADVICE,
     CLIP,
@@ -72,7 +71,7 @@ from ppe_ddp.engine.group_duplicates import (
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.plan import NodeMasks
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError, clear_frames
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import Probe, paced, progress_engine
 
 _NOT_STARTED = "the ranks could not start together"
 _NOT_CONNECTED = "the ranks could not connect again after a failure"
@@ -520,8 +519,8 @@ class Groups:
             return self.failures.error(others)
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
-            is_over = all(one.is_gone for one in lost)
-            return self.failures.lost_error(lost, what if is_over else f"{what}: {error}".partition(". ")[0])
+            are_gone = all(one.is_gone for one in lost)
+            return self.failures.lost_error(lost, what if are_gone else f"{what}: {error}".partition(". ")[0])
         unnamed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
             "ends here, too, so look for the first traceback of all ranks."

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import probe
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, run
@@ -48,6 +47,7 @@ from ppe_ddp.megatron.gradient_buffers import (
     lay_out,
 )
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
+from ppe_ddp.waiting import probe
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -315,14 +315,14 @@ class BufferSynchronizer(Synchronizer):
             self._note_failure(AbortedError(reason))
             return True
         pending = self._pending_results
-        has_ended = super().abort(backward, reason)
-        if has_ended and pending is not None and pending[1] is backward:
+        is_over = super().abort(backward, reason)
+        if is_over and pending is not None and pending[1] is backward:
             self._pending_results = None
             pending[0].close()
             self.is_sent = False
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
-        return has_ended
+        return is_over
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and restore this rank's gradients in ``main_grad``, including late ones."""
@@ -350,7 +350,7 @@ class BufferSynchronizer(Synchronizer):
             self._pending_results = None
             pending[0].finish()
         except BaseException:
-            if not pending[0].is_done:  # interrupted before it has waited: messages are in flight
+            if not pending[0].is_over:  # interrupted before it has waited: messages are in flight
                 self._pending_results = pending
             raise
         if EventLog.current is not None:

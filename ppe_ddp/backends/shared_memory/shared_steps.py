@@ -455,7 +455,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
 class NodeSumStep(TwoLevelAllReduceStep, InFlight):
     """A sum over the ranks of a node in ranges of the caller's, which does the exchange between the nodes itself.
 
-    The caller replaces the sums by the results over all nodes, and sets ``is_over_nodes``. It is for one run.
+    The caller replaces the sums by the results over all nodes, and sets ``has_results``. It is for one run.
 
     Args:
         ranges: For each slice, the begin and end of its ranges; the same on every rank. Other elements do not change.
@@ -470,10 +470,10 @@ class NodeSumStep(TwoLevelAllReduceStep, InFlight):
         self._all_ranges = ranges
         # For each slice of this rank, the sums of its ranges, half precision in float32; None before they are summed.
         self.sums: list[Tensor] | None = None
-        self.is_over_nodes = False  # whether the caller has replaced the sums by the results
+        self.has_results = False  # whether the caller has replaced the sums by the results
 
     def done(self) -> bool:
-        return self.is_over_nodes
+        return self.has_results
 
     def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
         crossing = super().cross(links, memory)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import Waitable, probe
+from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
@@ -17,6 +17,7 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.memory import MemoryPool, offers_memory
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
+from ppe_ddp.waiting import probe
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -119,7 +120,7 @@ class _Then:
         self.work = work
         self._finish: Callable[[], None] | None = finish
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         return bool(self.work.is_completed())  # type: ignore[attr-defined]
 
     def wait(self) -> None:
