@@ -8,7 +8,7 @@ either pytorch-pfn-extras' (:class:`SyncHook`, called with the module before syn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -41,6 +41,26 @@ class AllPending:
         """Wait for all of them."""
         for one in self.parts:
             one.wait()
+
+
+class PendingThen:
+    """An operation in flight, and a function that the first ``wait()`` calls after it."""
+
+    def __init__(self, work: Waitable, then: Callable[[], object]) -> None:
+        self.work = work
+        self._then: Callable[[], object] | None = then
+
+    def done(self) -> bool:
+        """Whether the operation is done."""
+        return is_done(self.work)
+
+    def wait(self) -> None:
+        """Wait for the operation, and call the function."""
+        self.work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.no_grad():
+                then()
 
 
 def is_waitable(value: object) -> TypeGuard[Waitable]:

@@ -234,14 +234,11 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
             keys.note(address_key_in_group(group.rank()))
             releases[group.group_name] = functools.partial(_delete, keys)
         del group
-    ending = [*groups, *itertools.chain.from_iterable(map(_taken_gloo, groups))]
+    routed = (group.take_out(is_over_gloo) for group in groups if isinstance(group, DeviceRoutedGroup))
+    ending = [*groups, *itertools.chain.from_iterable(routed)]
     destroy(groups)
     close_given_up(ending)
     return releases
-
-
-def _taken_gloo(group: ProcessGroup) -> list[ProcessGroup]:
-    return group.take_out(is_over_gloo) if isinstance(group, DeviceRoutedGroup) else []
 
 
 def release_all(releases: dict[str, Release], exchange: Share) -> None:

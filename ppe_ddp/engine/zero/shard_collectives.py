@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import Waitable
+from ppe_ddp.contracts import PendingThen, Waitable
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
@@ -77,7 +75,7 @@ class ReduceScatter:
         work = dist.all_to_all_single(
             received.view(torch.uint8), flat.view(torch.uint8), group=self._groups.buckets, async_op=True
         )
-        return _Then(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
+        return PendingThen(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
 
     def _add_up(self, share: Tensor, rows: Tensor, factor: float) -> None:
         """Sum the rows in the order of ranks."""
@@ -105,30 +103,12 @@ class ReduceScatter:
         work = function(_as_real(received), _as_real(flat), group=self._groups.buckets, async_op=True)
         if received is share and factor == 1.0:
             return work  # type: ignore[no-any-return]
-        return _Then(work, lambda: scale(share, received, factor))
+        return PendingThen(work, lambda: scale(share, received, factor))
 
 
 def _as_real(flat: Tensor) -> Tensor:
     """The memory of complex numbers as real ones: over NCCL torch does so in all collectives but a reduce-scatter."""
     return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
-
-
-class _Then:
-    """A Work with a function that is called in ``wait()``, once."""
-
-    def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
-        self.work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def done(self) -> bool:
-        return bool(self.work.is_completed())  # type: ignore[attr-defined]
-
-    def wait(self) -> None:
-        self.work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with torch.no_grad():
-                finish()
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable:
