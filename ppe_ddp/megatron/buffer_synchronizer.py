@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, run
@@ -29,7 +30,7 @@ from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
-from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.memory import BucketBuffers, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
@@ -520,7 +521,7 @@ class BufferSynchronizer(Synchronizer):
         parameters = [self._parameters[i] for i in group.indices]
         context = BucketContext(group.repairs.specs, parameters, group.groups, group.reduction)
         plan = group.repairs.plan(agreed)
-        buckets = buckets_of_plans(context, MemoryPool(allocator(group.groups.buckets)))(plan)
+        buckets = buckets_of_plans(context, BucketBuffers(allocator(group.groups.buckets)))(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
         backward.recorder.rounds.append(schedule.record)
         return schedule

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     Crossing,
@@ -34,7 +35,6 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     Scratch,
     Step,
     TwoLevelStep,
-    WireMemory,
     describe_record,
 )
 from ppe_ddp.backends.wire import Wire
@@ -130,7 +130,7 @@ class StepQueue:
         self._held: deque[LaunchedStep] = deque()
         self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, oldest first
         self._scratch = Scratch()
-        self._wires = WireMemory()
+        self._messages = MemoryPool()
         self._waits.at_failure.append(self._close)
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
@@ -320,7 +320,7 @@ class StepQueue:
             step.prepare(regions)
             step.records = records
         if isinstance(step, TwoLevelStep):
-            launched.crossing = step.cross(self._links, self._wires)
+            launched.crossing = step.cross(self._links, self._messages)
             launched.crossed_at = perf_counter_ns() if begin else 0
         else:
             step.act(self._scratch)
@@ -341,7 +341,7 @@ class StepQueue:
         assert launched.crossing is not None
         begin = 0 if StepParts.listener is None else perf_counter_ns()
         StepParts.end("wire", launched.number, launched.crossed_at, launched.crossing.nbytes)
-        launched.step.spread(launched.crossing, self._wires)
+        launched.step.spread(launched.crossing)
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
 
     def _finish_acted(self) -> bool:

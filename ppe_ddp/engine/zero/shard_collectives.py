@@ -7,12 +7,13 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.contracts import PendingThen, Waitable
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool, offers_memory
+from ppe_ddp.engine.memory import offers_memory
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
 from ppe_ddp.waiting import probe
