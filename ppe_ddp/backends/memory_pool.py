@@ -38,10 +38,9 @@ class MemoryPool:
         """Lend memory for ``numel`` elements, with arbitrary contents, as long as a view of it lives."""
         held = self._held.setdefault((dtype, device), [])
         most = 2 * numel + max(1, _UNIT_BYTES // dtype.itemsize)
-        fitting = [memory for memory in held if numel <= memory.numel() <= most and sole_owner(memory)]
-        if fitting:
-            memory = min(fitting, key=Tensor.numel)
-        else:
+        fitting = sorted([memory for memory in held if numel <= memory.numel() <= most], key=Tensor.numel)
+        memory = next(filter(sole_owner, fitting), None)
+        if memory is None:
             held.append(memory := allocated(self._allocate, numel, dtype, device))
         self._used.add(id(memory))
         return memory.narrow(0, 0, numel)
