@@ -127,15 +127,12 @@ def _over_shm(
     parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before: Callable[[str], object]
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Make the duplicates with the backend ``shm`` for CPU tensors."""
-    others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
+    # gloo also lists types of which this process has no devices.
+    exists = {kind: kind != "cpu" and torch.get_device_module(kind).is_available() for kind in backends}
+    others = [f"{kind}:{backend}" for kind, backend in backends.items() if exists[kind]]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
     buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before)
     return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control(), before)
-
-
-def _exists(kind: str) -> bool:
-    """Whether this process has devices of this type: gloo also lists types that are not available."""
-    return bool(torch.get_device_module(kind).is_available())
 
 
 def _config(backends: dict[str, str], config: str) -> str:
