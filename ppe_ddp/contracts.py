@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.scaling import scale
+from ppe_ddp.waiting import is_done
 
 
 @runtime_checkable
@@ -26,35 +27,40 @@ class Waitable(Protocol):
         """Block until the result is in place; raise the operation's error."""
 
 
-Probe = Callable[[], object]
-"""Returns, without waiting, whether an operation has completed. The call may also advance the operation."""
-
-
-def probe(pending: object) -> Probe | None:
-    """The method of a Work or a Future that tells whether it is done; None if it has none."""
-    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
-
-
-def is_completed(pending: Waitable) -> bool:
-    """Whether ``wait()`` would return at once."""
-    is_done = probe(pending)
-    return is_done is None or bool(is_done())
-
-
 class AllPending:
     """Several operations in flight, waited for as one."""
 
     def __init__(self, parts: Sequence[Waitable]) -> None:
         self.parts = parts
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         """Whether all of them are; asks each one, since that may advance it."""
-        return all([is_completed(one) for one in self.parts])
+        return all([is_done(one) for one in self.parts])
 
     def wait(self) -> None:
         """Wait for all of them."""
         for one in self.parts:
             one.wait()
+
+
+class PendingThen:
+    """An operation in flight, and a function that the first ``wait()`` calls after it."""
+
+    def __init__(self, work: Waitable, then: Callable[[], object]) -> None:
+        self.work = work
+        self._then: Callable[[], object] | None = then
+
+    def done(self) -> bool:
+        """Whether the operation is done."""
+        return is_done(self.work)
+
+    def wait(self) -> None:
+        """Wait for the operation, and call the function."""
+        self.work.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.no_grad():
+                then()
 
 
 def is_waitable(value: object) -> TypeGuard[Waitable]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import AllPending, GradBucket, ReduceFunction, Waitable
+from ppe_ddp.contracts import AllPending, GradBucket, PendingThen, ReduceFunction, Waitable
 from ppe_ddp.errors import clear_frames
 
 F = TypeVar("F", bound="ReduceFunction")
@@ -111,7 +111,7 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None = None, *, s
     """
     if dist.get_world_size(group) == 1:
         return None
-    return AllPending([_BroadcastMessage(piece, group, source) for piece in _pieces(tensors)])
+    return AllPending([_broadcast(piece, group, source) for piece in _pieces(tensors)])
 
 
 def overlapped(function: ReduceFunction) -> ReduceFunction:
@@ -145,31 +145,20 @@ def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return pieces
 
 
-class _BroadcastMessage:
+def _broadcast(tensors: Sequence[Tensor], group: ProcessGroup | None, source: int) -> Waitable:
     """One message of a broadcast; ``wait()`` copies it into the tensors if they were packed."""
-
-    def __init__(self, tensors: list[Tensor], group: ProcessGroup | None, source: int) -> None:
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._slots: list[Tensor] = []
-        first = self._tensors[0]
-        if len(tensors) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
-            message = first.as_strided((first.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-        else:
-            offsets = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
-            message = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)
-            for tensor, offset in zip(self._tensors, offsets, strict=False):
-                self._slots.append(message[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            torch._foreach_copy_(self._slots, self._tensors)
-        self.work = dist.broadcast(message, group=group, group_src=source, async_op=True)
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        self.work.wait()
-        if self._slots:
-            torch._foreach_copy_(self._tensors, self._slots)
+    tensors, slots = [tensor.detach() for tensor in tensors], []
+    first = tensors[0]
+    if len(tensors) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+        message = first.as_strided((first.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    else:
+        offsets = [0, *accumulate(-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)]
+        message = torch.empty(offsets[-1], dtype=torch.uint8, device=first.device)
+        for tensor, offset in zip(tensors, offsets, strict=False):
+            slots.append(message[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        torch._foreach_copy_(slots, tensors)
+    work: dist.Work = dist.broadcast(message, group=group, group_src=source, async_op=True)
+    return PendingThen(work, functools.partial(torch._foreach_copy_, tensors, slots)) if slots else work
 
 
 class _Overlapped:

@@ -152,6 +152,11 @@ def tensor_users(tensor: Tensor) -> int:
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
+def sole_owner(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is held by Python alone, and no other tensor uses its storage."""
+    return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
+
+
 def is_future(value: object) -> TypeGuard[torch.futures.Future[Any]]:
     """Whether ``value`` is a Future of torch; that of ``Work.get_future()`` is no ``torch.futures.Future``."""
     return isinstance(value, torch._C.Future)

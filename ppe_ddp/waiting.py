@@ -54,11 +54,29 @@ class InFlight(Protocol):
     """An operation of a transport in flight. By default only calls of :meth:`done` advance it."""
 
     def done(self) -> bool:
-        """Whether it has ended; the call also advances it. Raises RuntimeError if it has failed."""
+        """Whether it is done; the call also advances it. Raises RuntimeError if it has failed."""
 
     def block(self) -> None:
         """Give the core to the threads that advance it, for some milliseconds; returns at once if only calls do."""
         return
+
+
+Probe = Callable[[], object]
+"""Returns, without waiting, whether an operation is done. The call may also advance the operation."""
+
+
+def probe(pending: object) -> Probe | None:
+    """The method of a Work or a Future that tells whether it is done; None if it has none."""
+    return getattr(pending, "done", None) or getattr(pending, "is_completed", None)
+
+
+def is_done(pending: object) -> bool:
+    """Whether a wait for ``pending`` would end at once, with or without an error."""
+    done = probe(pending)
+    try:
+        return done is None or bool(done())
+    except RuntimeError:  # a wait raises it
+        return True
 
 
 def in_flight(pending: object) -> InFlight | None:
@@ -113,13 +131,12 @@ class _PendingWork:
 class _PendingFuture:
     def __init__(self, future: torch.futures.Future[Any]) -> None:
         self.done = future.done
-        self._ended = threading.Event()
-        if not future.done():
-            ended = self._ended  # a local, since the callback must not hold this object, which holds the future
-            future.add_done_callback(lambda _: ended.set())
+        self._is_done = is_done = threading.Event()
+        if not future.done():  # the callback must not hold this object, which holds the future
+            future.add_done_callback(lambda _: is_done.set())
 
     def block(self) -> None:
-        self._ended.wait(_REST.total_seconds())
+        self._is_done.wait(_REST.total_seconds())
 
 
 class ProgressEngine:
@@ -160,9 +177,9 @@ class ProgressEngine:
                     call()
 
     def keep(self, call: InFlight, memory: Any) -> None:
-        """Keep ``memory`` alive until ``call`` has ended, for a call that nobody waits for any more."""
+        """Keep ``memory`` alive until ``call`` is done, for a call that nobody waits for any more."""
         with self.lock:
-            self._kept = [(one, held) for one, held in self._kept if not _is_done(one)]
+            self._kept = [(one, held) for one, held in self._kept if not is_done(one)]
             self._kept.append((call, memory))
 
     def progress(self) -> None:
@@ -249,13 +266,6 @@ class ProgressEngine:
             pass
         with self._fence:
             pass
-
-
-def _is_done(call: InFlight) -> bool:
-    try:
-        return call.done()
-    except RuntimeError:  # it has failed, and nobody waits for the error
-        return True
 
 
 def each_process(make: Callable[[], _T]) -> Callable[[], _T]:

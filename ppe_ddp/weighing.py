@@ -113,7 +113,7 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     @uncompiled_hook
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        end = partial(_Weigh.has_ended, ctx)
+        end = partial(_Weigh.note_end, ctx)
         at_end_of_backward(end)
         ctx.end, ctx.thread, ctx.task = weakref.ref(end), get_ident(), graph_task()  # gone, too, if the backward raises
         ctx.is_on_cpu = gradients[0].is_cpu
@@ -123,7 +123,7 @@ class _Weigh(torch.autograd.Function):
 
     @staticmethod
     @uncompiled_hook
-    def has_ended(ctx: Any) -> None:
+    def note_end(ctx: Any) -> None:
         """Note that a backward is over, and hold it to have come to a wrapper."""
         ctx.end = lambda: None
         if ctx.is_counted:

@@ -14,6 +14,7 @@ from ppe_ddp.engine.zero.shards import Rows
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from ppe_ddp.optim.master_weights import FlatStep
+from ppe_ddp.waiting import probe
 
 LEARNING_RATE = 0.05
 
@@ -59,7 +60,7 @@ def in_the_wait(patches, switch):
     class PendingScatter:
         def __init__(self, work):
             self.work = work
-            self.is_completed = work.is_completed
+            self.done = probe(work)
 
         def wait(self):
             self.work.wait()

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ppe_ddp.engine.bucket import concatenate
-from ppe_ddp.engine.memory import MemoryPool, sole_owner
+from ppe_ddp.engine.memory import BucketBuffers
 from ppe_ddp.engine.plan import Packing, ParameterSpec, make_plan
+from ppe_ddp.torch_internals import sole_owner
 from rank_tests import on_two_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ class World:
         self.specs = [ParameterSpec(f"p{i}", tuple(p.shape), p.stride(), dtype, CPU) for i, p in self.numbered()]
         self.bucket = self.bucket_of(range(len(shapes)))
         self.sizes = []
-        self.buffers = MemoryPool(self._allocate)
+        self.buffers = BucketBuffers(self._allocate)
 
     def numbered(self):
         return enumerate(self.parameters)

@@ -32,12 +32,12 @@ def test_the_future_of_what_has_failed_does_not_hold_what_its_caller_had():
 def test_who_asks_to_be_told_of_the_end_is_told_once_and_changes_nothing():
     told, ended = [], []
     work = Work("all_reduce", SimpleNamespace(progress=lambda: told.append("advanced"), is_over=bool), ended.__len__)
-    work.when_ended(lambda: told.append("ended"))
+    work.when_done(lambda: told.append("ended"))
     assert told == []
     ended.append(True)
     assert told == []
     work.wait()
     work.wait()
     assert told == ["ended"]
-    work.when_ended(lambda: told.append("late"))
+    work.when_done(lambda: told.append("late"))
     assert told == ["ended", "late"]

@@ -183,7 +183,7 @@ class QueueRank:
         Tape([0])
         self.steps = self.queue.launch([Step(rank, number + 1) for number in range(steps)], None)
         for one in self.steps:
-            one.at_end = one.step.end
+            one.when_done = one.step.end
         self.rank, self.size, self.ended, self.phase = rank, size, 0, "advance"
         self.can_be_given_up, self.may_give_up = can_be_given_up, can_be_given_up and rank == size - 1
 
@@ -192,7 +192,7 @@ class QueueRank:
     def key(self):
         queue = self.queue
         numbers = [tuple(one.number for one in each) for each in (queue._waiting, queue._arriving, queue._held)]
-        return (self.rank, self.ended, self.phase, self.may_give_up, queue._finished, *numbers)
+        return (self.rank, self.ended, self.phase, self.may_give_up, queue._done, *numbers)
 
     def run(self):
         if self.phase == "advance":
@@ -207,7 +207,7 @@ class QueueRank:
             self.phase = "advance"
         else:
             try:
-                has_ended = "succeeds" if self.queue.has_ended([self.steps[self.ended]]) else ""
+                has_ended = "succeeds" if self.queue.done([self.steps[self.ended]]) else ""
             except CommunicationError:
                 has_ended = "fails"
             if has_ended:
@@ -296,14 +296,12 @@ def test_every_order_of_three_ranks_is_sound():
 FENCE = "    fence()  # a rank that closes either sees that this one acts, or this one sees that it has closed\n"
 BUGS = [
     Mutant("a rank acts before others can see that", StepQueue, "_act", FENCE, ""),
-    Mutant(
-        "memory is free while others act in it", StepQueue, "has_ended", " or any(map(_acting, self._controls))", ""
-    ),
+    Mutant("memory is free while others act in it", StepQueue, "done", " or any(map(_acting, self._controls))", ""),
     Mutant("a step is published before its record", StepQueue, "_publish", "self._progress.fence()", "pass"),
-    Mutant("a record's place is taken early", StepQueue, "_publish", "> self._finished:", "> self._finished + 1:"),
-    Mutant("a result is taken early", StepQueue, "_finish_done", "min(map(_done", "max(map(_done"),
-    Mutant("a step that is done is not shown", StepQueue, "advance", "self._own[_DONE] = launched.number", "pass"),
-    Mutant("what all have done fails", StepQueue, "_close", "self._finish_done()", "pass"),
+    Mutant("a record's place is taken early", StepQueue, "_publish", "> self._done:", "> self._done + 1:"),
+    Mutant("a result is taken early", StepQueue, "_finish_acted", "min(map(_acted", "max(map(_acted"),
+    Mutant("a step that is done is not shown", StepQueue, "advance", "self._own[_ACTED] = launched.number", "pass"),
+    Mutant("what all have done fails", StepQueue, "_close", "self._finish_acted()", "pass"),
     Mutant(
         "a rank is seen closed before what it has done", StepQueue, "_close", "self._progress.fence()  #", "pass  #"
     ),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.backends.shared_memory.shared_steps import (
     AllGatherStep,
     AllReduceStep,
@@ -19,7 +20,6 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     TwoLevelAllGatherStep,
     TwoLevelAllReduceStep,
     TwoLevelReduceScatterStep,
-    WireMemory,
     describe_record,
     pieces,
 )
@@ -152,7 +152,7 @@ class Nodes:
         self.layouts = [NodeLayout.of(names, rank) for rank in range(self.size)]
         self.are_several = len(set(names)) > 1
         self._spaces = [mmap.mmap(-1, SPACE) for _ in names]
-        self._wires = [WireMemory() for _ in names]
+        self._pools = [MemoryPool() for _ in names]
 
     def bring(self, rank, tensor):
         """A copy of the tensor: in the rank's shared memory, or anywhere."""
@@ -183,16 +183,16 @@ class Nodes:
             )
         links = [Link(len(self.layouts[0].nodes)) for _ in range(self.layouts[0].slices)]
         crossings = []
-        for step, layout, wire in zip(steps, self.layouts, self._wires, strict=True):
+        for step, layout, pool in zip(steps, self.layouts, self._pools, strict=True):
             step.prepare([regions[rank] for rank in layout.local])
             if self.are_several:
                 own = [links[index] for index in layout.own_slices]
                 place = layout.nodes.index(layout.local)
-                crossings.append(step.cross([link.end(place) for link in own] if ends else own, wire))
+                crossings.append(step.cross([link.end(place) for link in own] if ends else own, pool))
         for rank in reversed(range(self.size)):
             if self.are_several:
                 assert crossings[rank].done()
-                steps[rank].spread(crossings[rank], self._wires[rank])
+                steps[rank].spread(crossings[rank])
             else:
                 steps[rank].act(Scratch())
         for step in steps:
@@ -290,7 +290,7 @@ def test_what_is_under_way_between_nodes_is_no_memory_of_the_gradients(rank):
     (step,) = all_reduce_steps(tensor, KINDS["SUM"], 4096, layout, is_shared=True)
     step.prepare([Region(space, 0, 0)])
     link = Link(2)
-    crossing = step.cross([link], WireMemory())
+    crossing = step.cross([link], MemoryPool())
     assert not crossing.done()
     link.begun[0].fill_(7.0)
     assert set(tensor.tolist()) == {1.0}

@@ -52,8 +52,8 @@ class _ComparedCall:
         except Exception as error:  # its arguments are wrong
             self.reason = error
 
-    def poll(self) -> bool:
-        """Whether it has succeeded; raises its error."""
+    def done(self) -> bool:
+        """Whether it is done; raises its error."""
         if self.reason is not None:
             raise self.reason
         if self._work is None or not self._work.is_completed():
@@ -83,7 +83,7 @@ class CollectiveComparison:
             self._queue.append(call)
             self._progress.add(self)
         self._progress.progress()
-        return Work(call.what, self._waits, call.poll, absent=self.absent)
+        return Work(call.what, self._waits, call.done, absent=self.absent)
 
     def advance(self) -> bool:
         """Begin the calls that all ranks have made; returns whether the queue is empty."""

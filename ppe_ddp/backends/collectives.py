@@ -166,9 +166,11 @@ class Collectives:
         return self._exchange("scatter", [output], tensors if is_root else [], receive, send)
 
     def barrier(self) -> Work:
-        sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        work = self._in_shared_memory("all_reduce", None, sign, kind=_Kind.MAX)
-        return work or self._begin("barrier", one_call(self._wire.barrier))
+        if self.shared is not None:
+            sign = torch.zeros(1, dtype=torch.uint8, device="cpu")
+            if (work := self._in_shared_memory("all_reduce", None, sign, kind=_Kind.MAX)) is not None:
+                return work
+        return self._begin("barrier", one_call(self._wire.barrier))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending ``tensor`` to rank ``peer``, which receives as many bytes with the same tag."""
@@ -284,8 +286,8 @@ class Collectives:
             absent = self.shared.queue.count_message()
         call = WireCall(what, self._waits, steps, is_queued=self._is_queued)
         self._calls.begin(call)
-        work = Work(what, self._waits, call.poll, absent=absent, block=None if self._is_queued else call.block)
-        work.ask_transport = call.tell_end
+        work = Work(what, self._waits, call.done, absent=absent, block=None if self._is_queued else call.block)
+        work.ask_transport = call.when_done
         return work
 
     def _check_tag(self, tag: int) -> None:

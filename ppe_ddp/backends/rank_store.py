@@ -291,12 +291,12 @@ class Meeting:
         """
         found: MeetingOutcome | None = None
 
-        def has_ended() -> bool:
+        def is_decided() -> bool:
             nonlocal found
             found = self.outcome()
             return found is not None
 
-        progress, ask = progress_engine(os.getpid()), paced(has_ended, longest=_LONGEST_PAUSE)
+        progress, ask = progress_engine(os.getpid()), paced(is_decided, longest=_LONGEST_PAUSE)
         try:
             self.come(word)
             if not progress.wait_until(ask, paced(look, _LONGEST_PAUSE), seconds=seconds, nap=_NAP):

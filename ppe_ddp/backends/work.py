@@ -184,7 +184,7 @@ class Work(PythonWork):
 
     Args:
         what: The call, for errors.
-        poll: Tells whether it has succeeded; raises if it has failed.
+        poll: Tells whether it is done; raises if it has failed.
         absent: Returns the ranks that it waits for, as far as they are known.
         block: Gives the core, for a moment, to the transport's threads that advance it; None if only calls do.
         message: The point-to-point message in flight, if it is one. After its timeout the group can still be used.
@@ -203,7 +203,7 @@ class Work(PythonWork):
         super().__init__()
         # Called once after success; copies the result to the user's tensors.
         self.at_arrival: Callable[[], None] | None = None
-        # Lets the transport call a function at the end of the call; None if only this process can notice the end.
+        # Lets the transport call a function when it is done; None if only this process can notice that.
         self.ask_transport: Callable[[Callable[[], None]], None] | None = None
         self._what = what
         self._waits = waits
@@ -212,9 +212,9 @@ class Work(PythonWork):
         self._block = block
         self._message = message
         self._lock = threading.Lock()
-        self._is_settled = False
+        self._is_done = False
         self._error: BaseException | None = None
-        self._at_end: Callable[[], None] | None = None
+        self._when_done: Callable[[], None] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until it is complete, at most for ``timeout`` if that is positive, else for the group's; returns True.
@@ -224,14 +224,14 @@ class Work(PythonWork):
                 After a ``timeout`` of this call it is still in flight.
             DisagreementError: The ranks have called different collectives (PPE_DDP_DEBUG=1).
         """
-        if not self._is_settled and not self.done():
-            self.await_end(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
+        if not self._is_done and not self.done():
+            self.await_done(seconds=max(0.0, timeout.total_seconds()) if timeout is not None else 0.0)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return True
 
-    def await_end(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
-        """Wait for its end, at most for ``seconds`` if positive; raises as :meth:`wait`, but for its own error.
+    def await_done(self, look: Callable[[], object] = bool, seconds: float = 0.0) -> None:
+        """Wait until it is done, at most for ``seconds`` if positive; raises as :meth:`wait`, but for its own error.
 
         ``look`` is called now and then, and may raise to end the wait.
         """
@@ -245,14 +245,14 @@ class Work(PythonWork):
                 raise
 
     def done(self) -> bool:
-        """Whether it has ended, with or without an error; does not advance other operations."""
-        if self._is_settled:
+        """Whether it is done, with or without an error; does not advance other operations."""
+        if self._is_done:
             return True
         if torch.is_inference_mode_enabled():  # see ProgressEngine.progress()
             with torch.inference_mode(False):
                 return self.done()
         with self._lock:
-            if not self._is_settled:
+            if not self._is_done:
                 try:
                     if not self._poll():
                         return False
@@ -261,13 +261,13 @@ class Work(PythonWork):
                 except Exception as error:
                     self._error = error
                 self.at_arrival = None
-                self._is_settled = True
-                if self._at_end is not None:
-                    self._tell_end()
+                self._is_done = True
+                if self._when_done is not None:
+                    self._tell_done()
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, with or without an error; advances the operations of all groups."""
+        """As :meth:`done`, but advances the operations of all groups."""
         if not self.done():
             self._waits.progress()
             self._waits.is_given_up()  # ends this call if another rank has given the group up
@@ -294,16 +294,16 @@ class Work(PythonWork):
             threading.Thread(target=self._complete, args=(future,), name="ppe_ddp-future", daemon=True).start()
         return future
 
-    def when_ended(self, call: Callable[[], None]) -> None:
-        """Call ``call`` once, in any thread, when this process notices that it has ended; starts no thread for it."""
-        self._at_end = call
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call ``call`` once, in any thread, when this process notices that it is done; starts no thread for it."""
+        self._when_done = call
         if self.ask_transport is not None:
-            self.ask_transport(self._tell_end)
+            self.ask_transport(self._tell_done)
         if self.done():
-            self._tell_end()
+            self._tell_done()
 
-    def _tell_end(self) -> None:
-        call, self._at_end = self._at_end, None
+    def _tell_done(self) -> None:
+        call, self._when_done = self._when_done, None
         if call is not None:
             call()
 
@@ -318,7 +318,7 @@ class Work(PythonWork):
 
 
 def combined(works: Sequence[Work], waits: Waits) -> Work:
-    """One Work for several calls. When all have ended, it raises the error of the first one that has failed."""
+    """One Work for several calls. When all are done, it raises the error of the first one that has failed."""
 
     def poll() -> bool:
         # Ask every one: a message advances only while it is asked.
@@ -350,19 +350,19 @@ def one_call(start: Callable[[], InFlight], home: Callable[[], object] = int) ->
     home()
 
 
-class WireCall:
-    """A collective over a wire: calls, each begun when the one before is done; its queue or ``poll()`` advances it."""
+class WireCall(InFlight):
+    """A collective over a wire: calls, each begun when the one before is done; its queue or ``done()`` advances it."""
 
     def __init__(self, what: str, waits: Waits, steps: Steps, *, is_queued: bool) -> None:
         self.what = what
-        self.is_done = False
+        self._is_done = False
         self._is_queued = is_queued
         self._waits = waits
         self._steps = steps
         self._lock = threading.RLock()  # reentrant, since advance() may give the group up, which calls fail()
         self._current: InFlight | None = None
         self._error: BaseException | None = None
-        self._at_end: Callable[[], None] | None = None
+        self._when_done: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Begin the next step; the first one raises if the arguments are wrong."""
@@ -373,7 +373,7 @@ class WireCall:
         """Begin further steps as long as the current one is done; returns whether all are."""
         with self._lock:
             try:
-                while not self.is_done and (self._current is None or self._current.done()):
+                while not self._is_done and (self._current is None or self._current.done()):
                     self.start()
             except StopIteration:
                 self._end(None)
@@ -384,16 +384,16 @@ class WireCall:
                 self._error = self._waits.failed(self.what, reason)
                 if not isinstance(error, Exception):
                     raise
-        return self.is_done
+        return self._is_done
 
     def fail(self) -> None:
         """End it after the group was given up; the wire keeps the memory of calls in flight."""
         with self._lock:
-            if not self.is_done:
+            if not self._is_done:
                 self._end(self._waits.error(self.what, self._waits.failure))
 
-    def poll(self) -> bool:
-        is_done = self.is_done if self._is_queued else self.advance()
+    def done(self) -> bool:
+        is_done = self._is_done if self._is_queued else self.advance()
         if self._error is not None:
             raise self._error
         return is_done
@@ -403,17 +403,17 @@ class WireCall:
         if current is not None:
             current.block()
 
-    def tell_end(self, call: Callable[[], None]) -> None:
-        self._at_end = call
-        ask = getattr(self._current, "tell_end", None)  # exists if the wire has threads, which notice it earlier
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._when_done = call
+        ask = getattr(self._current, "when_done", None)  # exists if the wire has threads, which notice it earlier
         if ask is not None:
             ask(call)
 
     def _end(self, error: BaseException | None) -> None:
         self._error, self._current = error, None
         self._steps.close()
-        self.is_done = True
-        call, self._at_end = self._at_end, None
+        self._is_done = True
+        call, self._when_done = self._when_done, None
         if call is not None:
             call()
 
@@ -431,7 +431,7 @@ class CallSet:
             call.start()
         except CommunicationError as error:  # the call before has succeeded, and the group is given up all the same
             raise self._waits.error(call.what, self._waits.failure or str(error)) from None
-        while self._calls and self._calls[0].is_done:
+        while self._calls and self._calls[0]._is_done:
             self._calls.popleft()
         self._calls.append(call)
 
@@ -460,7 +460,7 @@ class CallQueue:
         waits.at_failure.append(self._fail_all)
 
     def begin(self, call: WireCall) -> None:
-        """Begin a call, or queue it until all earlier ones are over."""
+        """Begin a call, or queue it until all earlier ones are done."""
         with self._progress.lock:
             if self._at_once:
                 call.start()
@@ -472,12 +472,12 @@ class CallQueue:
         return not self._calls
 
     def advance(self) -> bool:
-        """Advance the calls without waiting; returns whether all are over."""
-        for call in [*self._calls]:
-            if call.advance():
-                self._calls = [one for one in self._calls if not one.is_done]
-            elif not self._at_once:
+        """Advance the calls without waiting; returns whether all are done."""
+        for call in self._calls:
+            if not (call.advance() or self._at_once):
                 break
+        while self._calls and self._calls[0]._is_done:
+            del self._calls[0]
         return not self._calls
 
     def _fail_all(self) -> None:

@@ -20,11 +20,12 @@ from ppe_ddp.backends.shared_memory.shared_reservation import joined_ranges
 from ppe_ddp.backends.shared_memory.step_queue import SliceLink
 from ppe_ddp.compression.comm_state import CommState, hierarchy_of
 from ppe_ddp.compression.compressor import WIDE, Compressor, FlatGradients, Link, Segment, are_finite, together
-from ppe_ddp.contracts import GradBucket, Waitable, is_completed
+from ppe_ddp.contracts import GradBucket, Waitable
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.reduction import Reduction
+from ppe_ddp.waiting import is_done
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -215,8 +216,7 @@ class ExchangeQueue:
         """Take a turn of the exchanges in flight, then begin ``exchange`` over ``links``, ``name`` in timelines."""
         self._advance()
         entry = PendingExchange(self, exchange, links, device, name)
-        entry.resume(self._turn)
-        if not entry.is_done:
+        if entry.resume(self._turn):
             self._running.append(entry)
         return entry
 
@@ -226,23 +226,23 @@ class ExchangeQueue:
 
     def abandon(self) -> None:
         for entry in self._running:
-            entry.is_done = True
             entry.pending = None
             entry.exchange.close()
         self._running.clear()
         self._error = None
 
-    def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> None:
-        """Take turns until ``entry`` has ended and is delivered; without ``may_wait`` stop before a turn would wait."""
-        while not entry.is_done and (may_wait or self.is_ready()):
+    def advance_until(self, entry: PendingExchange, *, may_wait: bool) -> bool:
+        """Take turns until ``entry`` is done, which it returns; without ``may_wait`` stop before a turn would wait."""
+        while entry in self._running and (may_wait or self.is_ready()):
             self._advance()
         if entry.delivery is None:
-            return
+            return entry not in self._running
         while self._running and (may_wait or self.is_ready()):
             self._advance()
-        if not self._running and (may_wait or is_completed(entry.delivery)):
+        if not self._running and (may_wait or is_done(entry.delivery)):
             self.groups.failures.wait(entry.delivery, entry.device)
             entry.delivery = None
+        return entry.delivery is None
 
     def _due(self) -> list[PendingExchange]:
         return [entry for entry in self._running if entry.due == self._turn + 1]
@@ -256,8 +256,7 @@ class ExchangeQueue:
             for entry in due:
                 if entry.pending is not None:
                     self.groups.failures.wait(entry.pending, entry.device)
-                entry.resume(self._turn)
-                if entry.is_done:
+                if not entry.resume(self._turn):
                     self._running.remove(entry)
         except BaseException as error:
             self._error = error
@@ -280,7 +279,6 @@ class PendingExchange:
         self.due = 0  # the turn of its next round
         self.pending: Waitable | None = None
         self.delivery: Waitable | None = None  # the operation that its result still waits for
-        self.is_done = False  # it has ended
 
     @property
     def nbytes(self) -> int:
@@ -291,25 +289,24 @@ class PendingExchange:
         """Whether its next round can start without a wait of the host."""
         return self.pending is None or not self._queue.groups.failures.blocks(self.pending, self.device)
 
-    def resume(self, turn: int) -> None:
-        """Start the next round, or end; called when ``pending`` has been waited for."""
+    def resume(self, turn: int) -> bool:
+        """Start the next round, and return whether there is one; called when ``pending`` has been waited for."""
         self.pending = None
         self.due = turn + _DISTANCE
-        begin, before = perf_counter_ns(), self.nbytes
+        begin, before, has_next = perf_counter_ns(), self.nbytes, True
         try:
             self.pending = next(self.exchange)
         except StopIteration as end:
-            self.delivery = end.value
-            self.is_done = True
+            self.delivery, has_next = end.value, False
         if (log := EventLog.current) is not None:
             log.add("decode" if before else "encode", self.name, begin)
             if self.pending is not None:
                 log.add_message("bucket", self.name, perf_counter_ns(), self.pending, self.nbytes - before)
+        return has_next
 
     def done(self) -> bool:
         """Whether the average has arrived; takes turns that need not wait."""
-        self._queue.advance_until(self, may_wait=False)
-        return self.is_done and self.delivery is None
+        return self._queue.advance_until(self, may_wait=False)
 
     def wait(self) -> None:
         """Take turns until the average has arrived."""

@@ -43,7 +43,7 @@ from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedErr
 from ppe_ddp.nested_tensors import mapped
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.torch_internals import without_torch_function
-from ppe_ddp.waiting import paced
+from ppe_ddp.waiting import paced, probe
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -296,7 +296,7 @@ class ElasticTraining:
         if groups.world_size > 1:
             try:
                 work = dist.all_reduce(word, dist.ReduceOp.MAX, group=groups.control, async_op=True)
-                yield work.is_completed
+                yield probe(work)
                 groups.failures.wait(work, word.device)
             except RuntimeError as error:
                 if (told := self._failure_before_commit(error)) is not None:

@@ -31,15 +31,16 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import GradBucket, Probe, Waitable, probe
+from ppe_ddp.contracts import GradBucket, Waitable
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import REQUIRES_GRAD, MemoryPool, sole_owner
+from ppe_ddp.engine.memory import REQUIRES_GRAD, BucketBuffers
 from ppe_ddp.engine.plan import BucketPlan, ParameterSpec, Plan
 from ppe_ddp.engine.record import BucketRecord, EventLog, RoundRecord, span, watch
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
-from ppe_ddp.torch_internals import EXISTS, is_future, storage_users
+from ppe_ddp.torch_internals import EXISTS, is_future, sole_owner, storage_users
+from ppe_ddp.waiting import Probe, probe
 
 _SHAPE = attrgetter("shape")
 _PLANS = 32  # that keep their buckets
@@ -126,8 +127,8 @@ class Bucket(ABC):
 
     def done(self) -> bool:
         """Whether no reduction is in flight."""
-        is_done = probe(self.pending)
-        return self.pending is None or (is_done is not None and bool(is_done()))
+        done = probe(self.pending)
+        return self.pending is None or (done is not None and bool(done()))
 
     def check(self) -> None:  # noqa: B027  # most cannot know
         """Raise the error of the reduction, if it is known to have failed."""
@@ -262,7 +263,7 @@ class PackedBucket(DenseBucket):
     """Gradients packed into a buffer, which ``pool`` lends."""
 
     def __init__(
-        self, plan: BucketPlan, context: BucketContext, present: bytes | None = None, *, pool: MemoryPool
+        self, plan: BucketPlan, context: BucketContext, present: bytes | None = None, *, pool: BucketBuffers
     ) -> None:
         super().__init__(plan, context, present)
         self._pool = pool
@@ -452,7 +453,7 @@ def _gathered_rows(
 
 def buckets_of_plans(
     context: BucketContext,
-    pool: MemoryPool,
+    pool: BucketBuffers,
     scattered: Callable[[BucketPlan, BucketContext, bytes], Bucket] | None = None,
 ) -> Callable[[Plan], Sequence[Bucket]]:
     """Return a function that makes the buckets of a plan, and caches them for the most recently used plans.

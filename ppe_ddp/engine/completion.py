@@ -45,13 +45,12 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import LOOK_SECONDS, reason_of
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.errors import CommunicationError, PeerAbortedError, UnusableError
 from ppe_ddp.torch_internals import at_end_of_backward, uncompiled_hook
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import Probe, paced, progress_engine
 
 T = TypeVar("T")
 
@@ -391,10 +390,10 @@ _NAP = 50e-6  # seconds; a thread of the transport, or another rank, may need th
 _ENDING_SECONDS = 1.0
 
 
-def ends_soon(is_done: Probe) -> bool:
-    """Wait up to a second for ``is_done``; False if time is over. After a failure, messages may never arrive."""
+def ends_soon(done: Probe) -> bool:
+    """Wait up to a second for ``done``; False if time is over. After a failure, messages may never arrive."""
     try:
-        return progress_engine(os.getpid()).wait_until(is_done, seconds=_ENDING_SECONDS, nap=_NAP)
+        return progress_engine(os.getpid()).wait_until(done, seconds=_ENDING_SECONDS, nap=_NAP)
     except RuntimeError:
         return True  # the user already gets another error
 
@@ -438,7 +437,7 @@ class Completion:
         self._probe: Probe | None = _always
         self._running_on: int | None = None  # the thread that runs a step
         self.groups = groups
-        self.is_done = False  # it has ended or failed
+        self.is_over = False  # with or without an error
         self._error: BaseException | None = None
 
     def keep_open(self) -> None:
@@ -485,11 +484,11 @@ class Completion:
                     self._probe = next(self._steps) if error is None else self._steps.throw(error)
                     return
                 run(self._steps)
-                self.is_done = True
+                self.is_over = True
             except StopIteration:
-                self.is_done = True
+                self.is_over = True
             except BaseException as raised:
-                self.is_done = True
+                self.is_over = True
                 if not isinstance(raised, Exception):  # KeyboardInterrupt: nothing else is worth finishing
                     rank, reason = self.groups.rank, reason_of(raised)
                     self._error = PeerAbortedError(f"rank {rank}: this step has failed here already: {reason}")
@@ -497,7 +496,7 @@ class Completion:
                 self._error = raised
             finally:
                 self._running_on = None
-                if self.is_done:
+                if self.is_over:
                     self._probe = _always  # a probe holds its Work, and so the connection
                     if self.turn is not None:
                         self.turn.end()
@@ -506,14 +505,14 @@ class Completion:
         """As :meth:`advance`; does nothing if another thread drives it, as that one may wait for a message."""
         if self._lock.acquire(blocking=False):
             try:
-                if not self.is_done and self._running_on is None:
+                if not self.is_over and self._running_on is None:
                     self.advance()
             finally:
                 self._lock.release()
 
     def close(self) -> None:
         """Abandon it; the steps get a GeneratorExit."""
-        self.is_done = True
+        self.is_over = True
         if self.turn is not None:
             self.turn.end()
         with self._lock, torch.no_grad():
@@ -570,7 +569,7 @@ def _everyone_open() -> list[Completion]:
 def note_failure_of_open() -> None:
     """Note in all open completions that another wrapper has failed in their step."""
     for completion in _everyone_open():
-        if not completion.is_done:  # one that is over may be of an earlier step, and is kept by its error's traceback
+        if not completion.is_over:  # one that is over may be of an earlier step, and is kept by its error's traceback
             completion.note_failure()
 
 
@@ -580,7 +579,7 @@ def finish(completions: Sequence[Completion]) -> None:
     Open completions that share parameters with them end, too.
     """
     here = threading.get_ident()  # a step of one may run this
-    others = [one for one in _everyone_open() if not (one.is_done or one._running_on == here or one in completions)]
+    others = [one for one in _everyone_open() if not (one.is_over or one._running_on == here or one in completions)]
     held = _turns_of(others)
     joined = arrange(_turns_of(completions), held)
     arrange(_complete_sets(turn for turn in held if turn.is_held), ())  # other ranks may end these now
@@ -588,7 +587,7 @@ def finish(completions: Sequence[Completion]) -> None:
     others = [other for other in others if other.turn is None or not (other.turn in joined or other.turn.is_held)]
     if others or completions[1:]:
         _poll(completions, others)
-    elif completions and not completions[0].is_done:
+    elif completions and not completions[0].is_over:
         completions[0].advance(to_end=True)
     for completion in completions:
         Completion._open.pop(id(completion), None)
@@ -615,7 +614,7 @@ def finish_and_conclude(completions: Sequence[Completion]) -> None:
     try:
         finish(completions)
     except BaseException:  # the other ranks conclude those that are complete
-        conclude([one for one in completions if one.is_done and not one.has_failed])
+        conclude([one for one in completions if one.is_over and not one.has_failed])
         raise
     conclude(completions)
 
@@ -633,8 +632,8 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
     seconds = max(completion.groups.timeout_seconds for completion in waiting)
     late: CommunicationError | PeerAbortedError | None = None
     try:
-        while not all(completion.is_done for completion in completions):
-            waiting = [completion for completion in waiting if not completion.is_done]
+        while not all(completion.is_over for completion in completions):
+            waiting = [completion for completion in waiting if not completion.is_over]
             left = [one for one in waiting if one in completions and not (one.turn and one.turn.is_behind)]
             ready = _await_any(waiting, left, 0.0 if late else seconds)
             for completion in ready:
@@ -644,7 +643,7 @@ def _poll(completions: Sequence[Completion], others: Sequence[Completion]) -> No
                 left[0].advance(error=late)
     except BaseException as error:
         for completion in completions:
-            if not completion.is_done:
+            if not completion.is_over:
                 with suppress(BaseException):  # the error itself, which tells the other ranks
                     completion.advance(error=error)
         raise

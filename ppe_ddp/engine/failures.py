@@ -32,10 +32,10 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group, store_of
 from ppe_ddp.backends.rank_store import BoundedStore, Meeting, MeetingOutcome, Reports, WrittenKeys
 from ppe_ddp.backends.work import Work
-from ppe_ddp.contracts import AllPending, Waitable, is_completed
+from ppe_ddp.contracts import AllPending, Waitable
 from ppe_ddp.engine.peer_processes import Activity, Condition, Deaths, PeerProcesses, Position
 from ppe_ddp.errors import AbortedError, CommunicationError, DisagreementError, PeerAbortedError
-from ppe_ddp.waiting import InFlight, in_flight, paced, progress_engine
+from ppe_ddp.waiting import InFlight, in_flight, is_done, paced, progress_engine
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -497,10 +497,10 @@ class Failures:
             return any([self.blocks(part, device) for part in pending.parts])
         call = getattr(pending, "work", pending)
         is_on_stream = isinstance(call, dist.Work) and not isinstance(call, Work) and device.type not in self._on_host
-        return not (is_on_stream or is_completed(pending))
+        return not (is_on_stream or is_done(pending))
 
     def _await(self, one: Work | InFlight, waited: Callable[[float], object]) -> None:
-        """Wait until ``one`` has ended, and look for failures meanwhile: its transport may not notice them."""
+        """Wait until ``one`` is done, and look for failures meanwhile: its transport may not notice them."""
         progress = progress_engine(os.getpid())
         if not isinstance(one, Work) and progress.is_idle:
             one.block()
@@ -534,7 +534,7 @@ class Failures:
 
         looks = paced(look, LOOK_SECONDS, at_once=False)
         if isinstance(one, Work):
-            one.await_end(looks)
+            one.await_done(looks)
         else:
             progress.wait_until(one.done, looks, rest=one.block)
 

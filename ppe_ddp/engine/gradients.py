@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.cuda_device import CudaDevice
-from ppe_ddp.contracts import Probe
+from ppe_ddp.backends.memory_pool import Allocator
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import Allocator, MemoryPool
+from ppe_ddp.engine.memory import BucketBuffers
 from ppe_ddp.engine.module import ModuleState, is_distributed, local_tensor
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
 from ppe_ddp.errors import NonFiniteGradientError
 from ppe_ddp.torch_internals import EXISTS, GRADIENT, storage_users, uncompiled_hook
+from ppe_ddp.waiting import Probe
 
 
 class Gradients:
@@ -39,7 +40,7 @@ class Gradients:
         distributed = DistributedGradients(module_state.distributed, module_state.names)
         # None if no parameter is a DTensor: it is looked at for every gradient.
         self._distributed = distributed if distributed else None
-        self.buffers = MemoryPool(allocate)
+        self.buffers = BucketBuffers(allocate)
         self.shared: list[int] = []
         """Parameters whose gradients shared their memory with another one's when the last backward began."""
         self.in_place: set[int] = set()

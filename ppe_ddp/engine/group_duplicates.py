@@ -127,15 +127,12 @@ def _over_shm(
     parent: ProcessGroup, backends: dict[str, str], name: str, options: ShmOptions, before: Callable[[str], object]
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Make the duplicates with the backend ``shm`` for CPU tensors."""
-    others = [f"{kind}:{backend}" for kind, backend in backends.items() if kind != "cpu" and _exists(kind)]
+    # gloo also lists types of which this process has no devices.
+    exists = {kind: kind != "cpu" and torch.get_device_module(kind).is_available() for kind in backends}
+    others = [f"{kind}:{backend}" for kind, backend in backends.items() if exists[kind]]
     config = ",".join(["cpu:shm", *others]) if others else "shm"
     buckets = _new_group(parent, config, f"buckets/{name}", None if others else options, before)
     return buckets, _new_group(parent, "shm", f"control/{name}", options.for_control(), before)
-
-
-def _exists(kind: str) -> bool:
-    """Whether this process has devices of this type: gloo also lists types that are not available."""
-    return bool(torch.get_device_module(kind).is_available())
 
 
 def _config(backends: dict[str, str], config: str) -> str:
@@ -234,14 +231,11 @@ def close(groups: list[ProcessGroup]) -> dict[str, Release]:
             keys.note(address_key_in_group(group.rank()))
             releases[group.group_name] = functools.partial(_delete, keys)
         del group
-    ending = [*groups, *itertools.chain.from_iterable(map(_taken_gloo, groups))]
+    routed = (group.take_out(is_over_gloo) for group in groups if isinstance(group, DeviceRoutedGroup))
+    ending = [*groups, *itertools.chain.from_iterable(routed)]
     destroy(groups)
     close_given_up(ending)
     return releases
-
-
-def _taken_gloo(group: ProcessGroup) -> list[ProcessGroup]:
-    return group.take_out(is_over_gloo) if isinstance(group, DeviceRoutedGroup) else []
 
 
 def release_all(releases: dict[str, Release], exchange: Share) -> None:

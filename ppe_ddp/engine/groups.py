@@ -36,7 +36,6 @@ from ppe_ddp.backends.group_internals import (
     timeout_of,
 )
 from ppe_ddp.backends.rank_store import BoundedStore, MeetingOutcome, exchange, first_unused, looking
-from ppe_ddp.contracts import Probe
 from ppe_ddp.engine.failures import (
     ADVICE,
     CLIP,
@@ -72,7 +71,7 @@ from ppe_ddp.engine.group_duplicates import (
 from ppe_ddp.engine.peer_processes import Activity, PeerProcesses, own_address
 from ppe_ddp.engine.plan import NodeMasks
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError, clear_frames
-from ppe_ddp.waiting import paced, progress_engine
+from ppe_ddp.waiting import Probe, paced, progress_engine
 
 _NOT_STARTED = "the ranks could not start together"
 _NOT_CONNECTED = "the ranks could not connect again after a failure"
@@ -182,25 +181,25 @@ class Groups:
                     'agree; make it by torch.distributed.new_group(ranks, backend="cpu:gloo,cuda:nccl")'
                 )
             return cls(parent, parent, parent, rank, world_size, os.getpid(), 0, taken=taken)
-        pool, store = _pool_of(parent), store_of(parent)
-        is_first = not pool.calls
+        unused, store = _unused_of(parent), store_of(parent)
+        is_first = not unused.calls
         if is_first:  # an earlier group of the same name may have left keys in the store
             turn = first_unused(lambda turn: store.check([f"ppe_ddp/parent/{turn}"]))
-            pool.calls = pool.count = (turn - 1) * _MOST_DUPLICATES
-        pool.calls += 1
+            unused.calls = unused.count = (turn - 1) * _MOST_DUPLICATES
+        unused.calls += 1
         address = own_address()
         packed = None if address is None else address.packed()
         wanted |= {"shared_memory": shared_memory}
-        known = exchange(parent, f"idle/{pool.calls}", [wanted, pool.numbers(), packed])
+        known = exchange(parent, f"idle/{unused.calls}", [wanted, unused.numbers(), packed])
         if is_first:
             store.set(f"ppe_ddp/parent/{turn}", "")
         check_wanted(rank, [there for there, *_ in known])
-        groups = pool.take([there for _, there, _ in known], shared_memory=shared_memory)
+        groups = unused.take([there for _, there, _ in known], shared_memory=shared_memory)
         if groups is None:
-            pool.count += 1
-            made = duplicates(parent, backends_of(parent), str(pool.count), shared_memory=shared_memory)
+            unused.count += 1
+            made = duplicates(parent, backends_of(parent), str(unused.count), shared_memory=shared_memory)
             processes = PeerProcesses(rank, address, [packed for _, _, packed in known])
-            groups = cls(parent, *made, rank, world_size, os.getpid(), pool.count, processes=processes)
+            groups = cls(parent, *made, rank, world_size, os.getpid(), unused.count, processes=processes)
             groups.shared_memory = shared_memory
         groups.taken = taken
         return groups
@@ -520,8 +519,8 @@ class Groups:
             return self.failures.error(others)
         if lost:
             # If the ranks may still come, quote the first sentence of the transport's error, without its advice.
-            is_over = all(one.is_gone for one in lost)
-            return self.failures.lost_error(lost, what if is_over else f"{what}: {error}".partition(". ")[0])
+            are_gone = all(one.is_gone for one in lost)
+            return self.failures.lost_error(lost, what if are_gone else f"{what}: {error}".partition(". ")[0])
         unnamed = CommunicationError(
             f"rank {self.rank} of {self.world_size}: {what} failed: {error}. {EQUALLY_OFTEN}. An error on another rank "
             "ends here, too, so look for the first traceback of all ranks."
@@ -587,13 +586,13 @@ class Groups:
         self.failures = Failures(store, name, self.rank, self._lost, self.job_rank_of, lambda: self.step, on_host)
 
     def release(self) -> None:
-        """Return them to the pool of the parent; the next :meth:`duplicate` reuses them, or all ranks free them there.
+        """Leave them unused; the next :meth:`duplicate` of the parent takes them, or all ranks free them there.
 
         Call this when nothing is in flight in them. It sends nothing.
         """
         is_ours = self.is_duplicate and os.getpid() == self.pid and self.life is not Life.ENDED
         if is_ours and is_registered(self.control, self.parent):
-            _pool_of(self.parent).unused.append(self)
+            _unused_of(self.parent).groups.append(self)
 
     def end(self) -> None:
         """End gloo's connections at the exit of Python, unless a message may be in flight: ending would wait for it.
@@ -642,7 +641,7 @@ class Groups:
 
 
 @dataclass
-class _Pool:
+class _Unused:
     """The duplicates of one parent that no wrapper uses. The next wrapper takes them, unless a rank has closed them.
 
     Ranks differ in when they collect garbage, and a rank may have failed in the last step of a wrapper after the others
@@ -651,11 +650,11 @@ class _Pool:
 
     calls: int = 0  # number of exchanges
     count: int = 0  # number of duplicates made so far
-    unused: list[Groups] = field(default_factory=list)  # duplicates that no wrapper of this process uses
+    groups: list[Groups] = field(default_factory=list)
 
     def numbers(self) -> list[list[int]]:
         """The numbers of the usable and of the closed duplicates, in two lists, for the exchange."""
-        return [[one.number for one in self.unused if one.is_closed is closed] for closed in (False, True)]
+        return [[one.number for one in self.groups if one.is_closed is closed] for closed in (False, True)]
 
     def take(self, known: Sequence[Sequence[Sequence[int]]], *, shared_memory: bool) -> Groups | None:
         """Take the first duplicates of this kind that are usable on all ranks; None if there are none.
@@ -665,19 +664,19 @@ class _Pool:
         """
         unused = set.intersection(*({*idle, *closed} for idle, closed in known))
         closed = {number for _, numbers in known for number in numbers}
-        for one in sorted(self.unused, key=lambda one: one.number):
+        for one in sorted(self.groups, key=lambda one: one.number):
             if one.number in unused & closed:
-                self.unused.remove(one)
+                self.groups.remove(one)
                 one.end_together()
-        fitting = [one for one in self.unused if one.number in unused - closed and one.shared_memory == shared_memory]
+        fitting = [one for one in self.groups if one.number in unused - closed and one.shared_memory == shared_memory]
         first = min(fitting, key=lambda one: one.number, default=None)
         if first is not None:
-            self.unused.remove(first)
+            self.groups.remove(first)
         return first
 
 
-def _pool_of(parent: ProcessGroup) -> _Pool:
-    return kept_with(parent, _Pool)
+def _unused_of(parent: ProcessGroup) -> _Unused:
+    return kept_with(parent, _Unused)
 
 
 def renewing_all(everyone: Iterable[Groups], progress: HookProgress | None = None) -> Generator[Probe, None, None]:

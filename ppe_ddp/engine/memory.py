@@ -8,7 +8,7 @@ anything refers to that view.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, groupby
 from sys import getrefcount
 from typing import Any
@@ -18,17 +18,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import backend_for, device_types
+from ppe_ddp.backends.memory_pool import Allocator, allocated, fresh
 from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
 from ppe_ddp.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
-
-Allocator = Callable[[int, torch.dtype, torch.device], Tensor]
-"""Makes a 1-D tensor with the given number of elements, dtype and device; its contents are arbitrary."""
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _SHORTEST_RUN = 3  # members; concatenating fewer takes as long as copying them
-_UNIT_BYTES = 1 << 16  # capacities are multiples of it, so that buckets of similar size share buffers
 
 
 def offers_memory(group: ProcessGroup, device: torch.device) -> bool:
@@ -54,22 +51,17 @@ def allocator(group: ProcessGroup) -> Allocator:
             with contextlib.suppress(MemoryError, ValueError, RuntimeError):
                 memory: Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
                 return memory
-        return torch.empty(numel, dtype=dtype, device=device)
+        return fresh(numel, dtype, device)
 
     return allocate
 
 
-def sole_owner(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is held by Python alone, and no other tensor uses its storage."""
-    return storage_users(tensor) <= 1 and tensor_users(tensor) <= 1
-
-
-class PooledBuffer:
-    """A flat buffer: for messages, or laid out for one bucket."""
+class BucketBuffer:
+    """A flat buffer that is laid out for one bucket at a time."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.bucket: BucketPlan | None = None  # the bucket it is laid out for; None in a buffer for messages
+        self.bucket: BucketPlan | None = None  # the bucket it is laid out for
         self.flat = memory  # 1-D, of the bucket's size
         self.slots: list[Tensor] = []  # views of it, one a member, with the member's shape and strides
         # Views of it, one for each run of members that one call can concatenate, with the length of the run. Empty if
@@ -91,8 +83,6 @@ class PooledBuffer:
 
     def is_free(self) -> bool:
         """Whether nothing else refers to the memory, and no slot was changed, as ``.data = ...`` does."""
-        if self.bucket is None:
-            return sole_owner(self.memory)
         slots = self.slots
         if self._users() != self._at_rest or not all(map(_LIES_AS, slots, self._originals)):
             return False  # is_set_to() compares memory, shape and strides in one call
@@ -109,12 +99,12 @@ class PooledBuffer:
         )
 
 
-class MemoryPool:
-    """Owns buffers for buckets and messages. A buffer is lent until nothing refers to it; no call returns it."""
+class BucketBuffers:
+    """Owns the buffers of buckets. A buffer is lent until nothing refers to it; no call returns it."""
 
     def __init__(self, allocate: Allocator) -> None:
         self._allocate = allocate
-        self._held: dict[tuple[torch.dtype, torch.device], list[PooledBuffer]] = {}
+        self._held: dict[tuple[torch.dtype, torch.device], list[BucketBuffer]] = {}
         self._used: set[int] = set()
 
     @property
@@ -122,18 +112,9 @@ class MemoryPool:
         """Bytes of all buffers."""
         return sum(buffer.memory.nbytes for buffer in chain.from_iterable(self._held.values()))
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Lend memory for a message of ``numel`` elements, with arbitrary contents, as long as a view of it lives."""
-        held = self._held.setdefault((dtype, device), [])
-        most = 2 * numel + max(1, _UNIT_BYTES // dtype.itemsize)
-        fitting = [b for b in held if b.bucket is None and numel <= b.memory.numel() <= most and b.is_free()]
-        buffer = min(fitting, key=lambda b: b.memory.numel()) if fitting else self._allocated(numel, dtype, device)
-        self._used.add(id(buffer))
-        return buffer.memory.narrow(0, 0, numel)
-
     def buffer(
         self, bucket: BucketPlan, specs: Sequence[ParameterSpec], parameters: Sequence[nn.Parameter]
-    ) -> PooledBuffer:
+    ) -> BucketBuffer:
         """Lend a free buffer that is laid out for ``bucket``; its contents are arbitrary.
 
         ``specs`` and ``parameters`` are those of the members.
@@ -149,19 +130,14 @@ class MemoryPool:
             elif found is None:
                 found = buffer
         if found is None:
-            laid_out = (b for b in held if b.bucket is not None and b.memory.numel() >= bucket.numel)
-            fitting = sorted(laid_out, key=lambda b: b.memory.numel())
-            found = next(filter(PooledBuffer.is_free, fitting), None)
-            found = found or self._allocated(bucket.numel, bucket.dtype, bucket.device)
+            fitting = sorted((b for b in held if b.memory.numel() >= bucket.numel), key=lambda b: b.memory.numel())
+            found = next(filter(BucketBuffer.is_free, fitting), None)
+            if found is None:
+                memory = allocated(self._allocate, bucket.numel, bucket.dtype, bucket.device)
+                held.append(found := BucketBuffer(memory))
             found.lay_out(bucket, specs, parameters)
         self._used.add(id(found))
         return found
-
-    def _allocated(self, numel: int, dtype: torch.dtype, device: torch.device) -> PooledBuffer:
-        unit = max(1, _UNIT_BYTES // dtype.itemsize)
-        buffer = PooledBuffer(self._allocate(-(-max(numel, 1) // unit) * unit, dtype, device))
-        self._held[dtype, device].append(buffer)
-        return buffer
 
     def bounds(self) -> list[int]:
         """The begin and end address of each buffer, in one sorted list."""
@@ -169,15 +145,11 @@ class MemoryPool:
         return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
     def trim(self) -> None:
-        """Drop the buffers that were not used since the last trim.
-
-        Buffers of messages that are still alive are kept. Gradients that are views keep their memory alive themselves.
-        """
-        used = self._used
-        if len(used) < sum(map(len, self._held.values())):
+        """Drop what was not used since the last trim. Gradients that are views keep their memory alive themselves."""
+        if len(self._used) < sum(map(len, self._held.values())):
             for key, held in self._held.items():
-                self._held[key] = [b for b in held if id(b) in used or (b.bucket is None and not b.is_free())]
-        used.clear()
+                self._held[key] = [buffer for buffer in held if id(buffer) in self._used]
+        self._used.clear()
 
 
 def slots_of(

@@ -30,7 +30,6 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.contracts import probe
 from ppe_ddp.engine.completion import ResultSteps, Steps
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import DIGEST, MaskExchange, MaskExchanger, ranks_named, with_complement
@@ -40,6 +39,7 @@ from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import NodeMasks, Packing, ParameterSpec, Planner, fingerprint
 from ppe_ddp.engine.record import Recorder
 from ppe_ddp.errors import DisagreementError
+from ppe_ddp.waiting import probe
 from ppe_ddp.weighing import NBYTES, WEIGHS_NOTHING
 
 MEASURED_STEPS = 10

@@ -165,7 +165,7 @@ class PeerProcesses:
             elif address.node == page.node and _has_ended(address):
                 self._gone.append(other)
         # Writes this rank's step, activity, bucket and _RecordState into its record.
-        self.write = _no_page if page is None or own is None else page.writer(own.record)
+        self.write = (lambda *_: None) if page is None or own is None else page.writer(own.record)
 
     @property
     def on_this_node(self) -> Sequence[int]:
@@ -324,10 +324,6 @@ class _Page:
                 return None
             self._peers[address.token] = page
         return self._peers[address.token]
-
-
-def _no_page(*_: int) -> None:
-    pass
 
 
 @functools.cache

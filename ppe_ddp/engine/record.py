@@ -261,7 +261,7 @@ def watch(pending: Any, arrived: Callable[[], None]) -> bool:
     """Call ``arrived`` when ``pending`` has arrived, in the thread that notices it; False if it cannot be noticed."""
     pending = getattr(pending, "work", pending)
     if isinstance(pending, Work):  # its future would wait for it, and so change the measured time
-        pending.when_ended(arrived)
+        pending.when_done(arrived)
         return True
     try:
         future = pending if is_future(pending) else pending.get_future()

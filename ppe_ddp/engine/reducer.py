@@ -563,7 +563,7 @@ class Reducer(Generic[C]):
         started, groups = self._started, self.groups
         if started is None:
             return
-        if not started.is_done:
+        if not started.is_over:
             is_known = waits and self.synchronizer.knows_of_failure
             if groups.is_closed and not groups.is_renewing:  # since an earlier step: nothing was sent in this one
                 has_failed = is_known
@@ -621,7 +621,7 @@ class Reducer(Generic[C]):
         with self._lock:
             self._forget_failed()
             self.synchronizer.weights.give_up()
-            if self._started is not None and self._started.is_done:  # it has its averages, as all other ranks have
+            if self._started is not None and self._started.is_over:  # it has its averages, as all other ranks have
                 self._started = None
                 self.synchronizer.knows_of_failure = True  # a second call must not give up another step
                 return
@@ -632,15 +632,15 @@ class Reducer(Generic[C]):
             self._forwards.excuse(dropped=True)
             if self._started is not None and self.synchronizer.is_renewing:
                 self._started.advance(error=AbortedError(reason))
-                has_ended = True
+                is_over = True
             else:
-                has_ended = self.synchronizer.abort(backward, reason) or backward.phase is Phase.OVER
+                is_over = self.synchronizer.abort(backward, reason) or backward.phase is Phase.OVER
             self.synchronizer.knows_of_failure = True
             started, self._started, self._backward = self._started, None, None
         if started is not None:
             started.close()
         try:
-            if not has_ended:
+            if not is_over:
                 Completion(self._finish_aborted(backward), self.groups, self._lock, turn=backward.turn).finish()
         finally:
             if running is backward and not backward.is_manual:  # what is left of it must not begin another step

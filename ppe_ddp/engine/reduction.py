@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import default_group, node_backend
-from ppe_ddp.contracts import CommHook, GradBucket, Probe, ReduceFunction, SyncHook, Waitable, is_waitable, probe
+from ppe_ddp.contracts import CommHook, GradBucket, ReduceFunction, SyncHook, Waitable, is_waitable
 from ppe_ddp.engine.completion import ends_soon
 from ppe_ddp.engine.failures import HookProgress
 from ppe_ddp.engine.group_duplicates import backends_of, end_on_threads_of_python
@@ -25,7 +25,7 @@ from ppe_ddp.errors import CommunicationError, FunctionError, PeerAbortedError
 from ppe_ddp.functions import declares, is_plain_average, name_of
 from ppe_ddp.nested_tensors import attributes_of
 from ppe_ddp.torch_internals import version_of
-from ppe_ddp.waiting import awaited_once
+from ppe_ddp.waiting import Probe, awaited_once, probe
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -311,8 +311,8 @@ class HookReduction(Reduction):
 
     def abandon(self) -> None:
         """Note whether the last call is still in flight: it may never end, as other ranks may not have called it."""
-        ended = probe(self._last)
-        self._is_unfinished = self._last is not None and not (ended is not None and ends_soon(ended))
+        done = probe(self._last)
+        self._is_unfinished = self._last is not None and not (done is not None and ends_soon(done))
         self._last = None
 
     def _call(self, bucket: GradBucket) -> Waitable:

@@ -38,7 +38,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.group_internals import is_registered
-from ppe_ddp.contracts import BroadcastFunction, is_waitable, probe
+from ppe_ddp.contracts import BroadcastFunction, is_waitable
 from ppe_ddp.engine.completion import Steps, run
 from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.groups import Groups
@@ -60,7 +60,7 @@ from ppe_ddp.torch_internals import (
     tensor_users,
     version_of,
 )
-from ppe_ddp.waiting import awaited_once
+from ppe_ddp.waiting import awaited_once, probe
 
 Place = tuple[nn.Module, str]
 # By the name of a module's buffer: the buffer as it was when all ranks had the same, and its version.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import probe
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
 from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, run
@@ -30,7 +30,7 @@ from ppe_ddp.engine.grad_hooks import pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
-from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.memory import BucketBuffers, allocator
 from ppe_ddp.engine.module import ModuleState, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
@@ -48,6 +48,7 @@ from ppe_ddp.megatron.gradient_buffers import (
     lay_out,
 )
 from ppe_ddp.megatron.parallel_groups import CopiesOfParameters, ModelParallel, needs_own_bucket
+from ppe_ddp.waiting import probe
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -315,14 +316,14 @@ class BufferSynchronizer(Synchronizer):
             self._note_failure(AbortedError(reason))
             return True
         pending = self._pending_results
-        has_ended = super().abort(backward, reason)
-        if has_ended and pending is not None and pending[1] is backward:
+        is_over = super().abort(backward, reason)
+        if is_over and pending is not None and pending[1] is backward:
             self._pending_results = None
             pending[0].close()
             self.is_sent = False
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
-        return has_ended
+        return is_over
 
     def put_back(self, backward: Backward) -> None:
         """Abandon what is in flight, and restore this rank's gradients in ``main_grad``, including late ones."""
@@ -350,7 +351,7 @@ class BufferSynchronizer(Synchronizer):
             self._pending_results = None
             pending[0].finish()
         except BaseException:
-            if not pending[0].is_done:  # interrupted before it has waited: messages are in flight
+            if not pending[0].is_over:  # interrupted before it has waited: messages are in flight
                 self._pending_results = pending
             raise
         if EventLog.current is not None:
@@ -520,7 +521,7 @@ class BufferSynchronizer(Synchronizer):
         parameters = [self._parameters[i] for i in group.indices]
         context = BucketContext(group.repairs.specs, parameters, group.groups, group.reduction)
         plan = group.repairs.plan(agreed)
-        buckets = buckets_of_plans(context, MemoryPool(allocator(group.groups.buckets)))(plan)
+        buckets = buckets_of_plans(context, BucketBuffers(allocator(group.groups.buckets)))(plan)
         schedule = LaunchSchedule(plan, buckets, bytes(len(parameters)), prepare, repair=True)
         backward.recorder.rounds.append(schedule.record)
         return schedule

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
-from ppe_ddp.contracts import ReduceFunction, probe
+from ppe_ddp.contracts import ReduceFunction
 from ppe_ddp.engine.bucket import BucketContext, DenseBucket
 from ppe_ddp.engine.completion import Steps, ends_soon
 from ppe_ddp.engine.grad_hooks import DroppedForwards
@@ -40,6 +40,7 @@ from ppe_ddp.engine.reduction import FunctionReduction, Reduction
 from ppe_ddp.engine.zero.shard_collectives import ReduceScatter
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.scaling import scale
+from ppe_ddp.waiting import probe
 
 _TICK_ELEMENTS = 1 << 14
 
@@ -495,9 +496,9 @@ class BufferBucket(DenseBucket):
 
     def put_back(self) -> list[tuple[int, Tensor]]:
         """Abandon the reduction, after its connections were closed; first waits while it may read ``main_grad``."""
-        is_done = probe(self.pending)
-        if self._scatter is not None and is_done is not None:
-            ends_soon(is_done)
+        done = probe(self.pending)
+        if self._scatter is not None and done is not None:
+            ends_soon(done)
         self.release()
         self._message = None  # the abandoned reduction may still write there
         return []

@@ -387,11 +387,11 @@ class Watchdog:
     def drain(self) -> None:
         """Wait on the host until nothing is under way, or the group has failed or was closed."""
 
-        def is_over() -> bool:
-            is_done = all(operation.done() for operation in list(self._operations))
-            return is_done or self._error is not None or self._closed.is_set()
+        def is_drained() -> bool:
+            are_done = all(operation.done() for operation in list(self._operations))
+            return are_done or self._error is not None or self._closed.is_set()
 
-        progress_engine(os.getpid()).wait_until(is_over, nap=0.001)
+        progress_engine(os.getpid()).wait_until(is_drained, nap=0.001)
         self._operations.clear()
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ppe_ddp.backends.wire import MessageInFlight
-from ppe_ddp.waiting import InFlight, progress_engine
+from ppe_ddp.waiting import InFlight, is_done, progress_engine
 
 Buffer = tuple[MPI.buffer, int, MPI.Datatype]
 
@@ -63,19 +63,19 @@ Call = list[Any]
 
 
 class MpiCall(InFlight):
-    """A collective of MPI in flight; ``at_end`` is called once, when it has ended."""
+    """A collective of MPI in flight; ``at_arrival`` is called once, when it is done."""
 
     def __init__(self, request: MPI.Request, memory: tuple[Tensor, ...]) -> None:
         self.request = request
         self.memory = memory
-        self.at_end: Callable[[], object] | None = None
+        self.at_arrival: Callable[[], object] | None = None
 
     def done(self) -> bool:
         if not self.request.Test():
             return False
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
-            at_end()
+        at_arrival, self.at_arrival = self.at_arrival, None
+        if at_arrival is not None:
+            at_arrival()
         self.memory = ()
         return True
 
@@ -112,13 +112,6 @@ class MpiMessage(MessageInFlight):
     def done(self) -> bool:
         if self._request is None:
             self._start_in_turn()
-        has_ended = self.has_ended()
-        if self._error is not None:
-            raise self._error
-        return has_ended
-
-    def has_ended(self) -> bool:
-        """Whether it has ended, perhaps with an error; does not start it."""
         with self._lock:
             if not self._is_done and self._request is not None:
                 status = MPI.Status()
@@ -129,7 +122,9 @@ class MpiMessage(MessageInFlight):
                 if self._is_done:
                     self.source = status.Get_source() if self._error is None else -1
                     self.memory = self._make = None
-            return self._is_done
+        if self._error is not None:
+            raise self._error
+        return self._is_done
 
 
 class MpiWire:
@@ -149,7 +144,7 @@ class MpiWire:
         self._under_way: list[MpiCall] = []
         self._messages: deque[MpiMessage] = deque()
         self._unstarted: list[tuple[int, MpiMessage]] = []  # receives with their tags, in the order of the calls
-        self._lock = threading.Lock()  # several threads may send, receive and wait for messages
+        self._lock = threading.RLock()  # several threads may send, receive and wait for messages
         limit = comm.Get_attr(MPI.TAG_UB)
         self.largest_tag = limit if isinstance(limit, int) and limit > 0 else 32767  # the MPI standard's minimum
 
@@ -157,7 +152,7 @@ class MpiWire:
         if flat.is_floating_point() and kind in _EXTREMES:  # with NaN each rank would get another result from MPI
             rows = flat.new_empty((self.size, flat.numel()))
             call = self.all_gather(rows, flat)
-            call.at_end = partial(_EXTREMES[kind], rows, 0, out=flat)
+            call.at_arrival = partial(_EXTREMES[kind], rows, 0, out=flat)
             return call
         return self._all_reduce(flat, kind.name)
 
@@ -201,7 +196,7 @@ class MpiWire:
         """Do nothing: all ranks free communicators together, in :func:`release`."""
 
     def give_up(self) -> None:
-        """Keep the memory of calls in flight alive until they have ended."""
+        """Keep the memory of calls in flight alive until they are done."""
         progress = progress_engine(os.getpid())
         under_way, self._under_way = self._under_way, []
         for call in under_way:
@@ -254,10 +249,10 @@ class MpiWire:
             self._unstarted = list(chain.from_iterable(waiting.values()))
 
     def _noted(self, message: MpiMessage) -> MpiMessage:
-        """Keep a message until it has ended, as MPI may still read its memory after the caller has dropped it."""
+        """Keep a message until it is done, as MPI may still read its memory after the caller has dropped it."""
         self.has_messages = True
         with self._lock:
-            while self._messages and self._messages[0].has_ended():
+            while self._messages and is_done(self._messages[0]):
                 self._messages.popleft()
             self._messages.append(message)
         return message

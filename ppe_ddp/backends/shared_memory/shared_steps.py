@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.backends.wire import Wire
 from ppe_ddp.waiting import InFlight
 
@@ -59,15 +60,13 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _HALVES = (torch.float16, torch.bfloat16)
 _Kind: Any = ReduceOp.RedOpType
 _KINDS = (_Kind.SUM, _Kind.AVG, _Kind.MAX)
+_CPU = torch.device("cpu")
 _NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_reduce between nodes")
 
 _CHUNK_BYTES = 1 << 18  # stays in a core's own cache, with the other ranks' chunks, until the sum is written back
 _LINE_BYTES = 64
 # The dtypes that are sent: half precision is rounded once, at the end, and transports need not support int16.
 WIRE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.int16: torch.int32}
-
-_UNIT_BYTES = 1 << 16
-_MOST_FREE = 8  # pieces that are kept; few are in flight at a time
 
 
 def supports(dtype: torch.dtype, kind: Any) -> bool:
@@ -168,32 +167,6 @@ class Region(NamedTuple):
         return torch.frombuffer(self.space, dtype=dtype, count=count, offset=offset)
 
 
-class WireMemory:
-    """Memory for messages between nodes; some is kept, as fresh memory costs page faults."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lent: dict[int, Tensor] = {}
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        if not nbytes:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        fitting = [memory for memory in self._free if memory.numel() >= nbytes]
-        if fitting:
-            memory = min(fitting, key=torch.Tensor.numel)
-            self._free = [one for one in self._free if one is not memory]
-        else:
-            memory = torch.empty(-(-nbytes // _UNIT_BYTES) * _UNIT_BYTES, dtype=torch.uint8, device="cpu")
-        self._lent[memory.data_ptr()] = memory
-        return memory[:nbytes].view(dtype)
-
-    def give_back(self, wire: Tensor) -> None:
-        if wire.numel():
-            self._free.append(self._lent.pop(wire.data_ptr()))
-            del self._free[:-_MOST_FREE]
-
-
 class Sent(NamedTuple):
     """The messages in flight between nodes for one of this rank's slices."""
 
@@ -214,10 +187,6 @@ class Crossing(NamedTuple):
 
     def done(self) -> bool:
         return all([one.under_way.done() for one in self.sent])
-
-    def give_back(self, memory: WireMemory) -> None:
-        for wire in [wire for one in self.sent for wire in one.wires] + ([] if self.own is None else [self.own]):
-            memory.give_back(wire)
 
 
 class Step(ABC):
@@ -375,11 +344,11 @@ class TwoLevelStep(Step):
         """Do nothing: :meth:`cross` and :meth:`spread` do the work."""
 
     @abstractmethod
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: MemoryPool) -> Crossing:
         """Do this rank's part within the node, and begin the messages between nodes; ``links`` has one a slice."""
 
     @abstractmethod
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+    def spread(self, crossing: Crossing) -> None:
         """Copy the received results to the ranks of the node."""
 
     @property
@@ -387,11 +356,11 @@ class TwoLevelStep(Step):
         return WIRE.get(self.local.dtype, self.local.dtype)
 
     def _exchange_rows(
-        self, link: Wire, memory: WireMemory, write: Callable[[Tensor], object], counts: Sequence[list[int]]
+        self, link: Wire, memory: MemoryPool, write: Callable[[Tensor], object], counts: Sequence[list[int]]
     ) -> Sent:
         """Begin to exchange rows of ``local``; ``counts`` has the numbers that are received and sent, by node."""
         width = self.local.shape[1]
-        come, wire = (memory.take(width * sum(count), self._wire_dtype) for count in counts)
+        come, wire = (memory.take(width * sum(count), self._wire_dtype, _CPU) for count in counts)
         for row in wire.view(-1, width):
             write(row)
         receiving, sending = ([width * n for n in count] for count in counts)
@@ -416,12 +385,12 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
         bounds = list(pairwise(self.layout.bounds(self.local.numel(), self.local.itemsize)))
         return [[bounds[i]] if bounds[i][0] < bounds[i][1] else [] for i in self.layout.own_slices]
 
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: MemoryPool) -> Crossing:
         sent, views = [], iter(self._views)
         has_some = self._source is None or self.layout.nodes[self._source] == self.layout.local
         for ranges, link in zip(self._ranges(), links, strict=True):
             own = tuple(islice(views, len(ranges)))
-            wire = memory.take(sum(one[0].numel() for one in own), self._wire_dtype)
+            wire = memory.take(sum(one[0].numel() for one in own), self._wire_dtype, _CPU)
             for total, one in _parts(wire, own) if has_some else ():
                 _sum_over_node(total, one, self.kind)
             under_way = self._exchange(link, wire)
@@ -437,14 +406,13 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
             return link.broadcast(wire, self._source)
         return link.all_reduce(wire, _Kind.MAX if self.kind == _Kind.MAX else _Kind.SUM)
 
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+    def spread(self, crossing: Crossing) -> None:
         for own, (wire,), _ in crossing.sent:
             divide(wire, self.kind, self.layout.size)
             for total, views in _parts(wire, own):
                 for source, *targets in columns(total, *views):
                     for target in targets:
                         target.copy_(source)
-        crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
         """For each range of this rank: its own part and those of the other ranks of the node."""
@@ -455,7 +423,7 @@ class TwoLevelAllReduceStep(AllReduceStep, TwoLevelStep):
 class NodeSumStep(TwoLevelAllReduceStep, InFlight):
     """A sum over the ranks of a node in ranges of the caller's, which does the exchange between the nodes itself.
 
-    The caller replaces the sums by the results over all nodes, and sets ``is_over_nodes``. It is for one run.
+    The caller replaces the sums by the results over all nodes, and sets ``has_results``. It is for one run.
 
     Args:
         ranges: For each slice, the begin and end of its ranges; the same on every rank. Other elements do not change.
@@ -470,12 +438,12 @@ class NodeSumStep(TwoLevelAllReduceStep, InFlight):
         self._all_ranges = ranges
         # For each slice of this rank, the sums of its ranges, half precision in float32; None before they are summed.
         self.sums: list[Tensor] | None = None
-        self.is_over_nodes = False  # whether the caller has replaced the sums by the results
+        self.has_results = False  # whether the caller has replaced the sums by the results
 
     def done(self) -> bool:
-        return self.is_over_nodes
+        return self.has_results
 
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: MemoryPool) -> Crossing:
         crossing = super().cross(links, memory)
         self.sums = [wire for _, (wire,), _ in crossing.sent]
         return crossing
@@ -497,7 +465,7 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
     A row is sent by the link of the first slice that its rank owns. Arguments are those of :class:`ReduceScatterStep`.
     """
 
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: MemoryPool) -> Crossing:
         if not self._views:
             return Crossing([])
         views = iter(self._views)
@@ -505,12 +473,12 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         def write(row: Tensor) -> None:
             _sum_over_node(row, next(views), self.kind)
 
-        own = memory.take(self.local.shape[1], self._wire_dtype)
+        own = memory.take(self.local.shape[1], self._wire_dtype, _CPU)
         write(own)
         routes = zip(links, self.layout.routes(), strict=True)
         return Crossing([self._exchange_rows(link, memory, write, route) for link, route in routes], own)
 
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+    def spread(self, crossing: Crossing) -> None:
         if crossing.own is None:
             return
         rows = list(crossing.sent[0].wires[0].view(-1, self.local.shape[1]))
@@ -518,7 +486,6 @@ class TwoLevelReduceScatterStep(ReduceScatterStep, TwoLevelStep):
         sum_up(rows[0], rows[0], rows[1:], self.kind)
         divide(rows[0], self.kind, len(self.local))
         self._result.copy_(rows[0])
-        crossing.give_back(memory)
 
     def _cut(self, regions: Sequence[Region]) -> Iterator[tuple[Tensor, ...]]:
         """For this rank's row, and each row that it sends: its own part and those of the other ranks of the node."""
@@ -546,7 +513,7 @@ class TwoLevelAllGatherStep(TwoLevelStep):
     def _written_by_others(self) -> Iterable[slice]:
         return (slice(None),)
 
-    def cross(self, links: Sequence[Wire], memory: WireMemory) -> Crossing:
+    def cross(self, links: Sequence[Wire], memory: MemoryPool) -> Crossing:
         if not self._views:
             return Crossing([])
         self._write(self.layout.rank, self._share)
@@ -562,11 +529,10 @@ class TwoLevelAllGatherStep(TwoLevelStep):
     def _copy_share(self, row: Tensor) -> None:
         row.copy_(self._share)
 
-    def spread(self, crossing: Crossing, memory: WireMemory) -> None:
+    def spread(self, crossing: Crossing) -> None:
         rows = [row for one in crossing.sent for row in one.wires[0].view(-1, self.local.shape[1])]
         for rank, row in zip(self.layout.peers, rows, strict=bool(rows)):
             self._write(rank, row)
-        crossing.give_back(memory)
 
     def _write(self, row: int, source: Tensor) -> None:
         for target in self._views[row]:

@@ -1,10 +1,10 @@
 """The queue of one group's steps in shared memory: each rank publishes, and acts when all have published.
 
-    ranks 0 and 1 publish "my tensor for step s is at position x"          arrived = s
-    when all have: each does its part of the work in the memory of all     done = s
-    when all have: the step is complete
+    ranks 0 and 1 publish "my tensor for step s is at position x"          published = s
+    when all have: each does its part of the work in the memory of all     acted = s
+    when all have: the step is done
 
-In a group of several nodes these are the ranks of one node. Between ``arrived`` and ``done`` each rank's slices are
+In a group of several nodes these are the ranks of one node. Between ``published`` and ``acted`` each rank's slices are
 summed over the nodes; it has done its part when the results have come. A step whose tensor lies in other memory is
 published when there is room to copy it into shared memory; later steps wait behind it.
 """
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.backends.shared_memory.shared_reservation import ControlPage, SharedMemory
 from ppe_ddp.backends.shared_memory.shared_steps import (
     Crossing,
@@ -34,7 +35,6 @@ from ppe_ddp.backends.shared_memory.shared_steps import (
     Scratch,
     Step,
     TwoLevelStep,
-    WireMemory,
     describe_record,
 )
 from ppe_ddp.backends.wire import Wire
@@ -45,8 +45,8 @@ from ppe_ddp.waiting import InFlight, ProgressEngine
 _Kind: Any = ReduceOp.RedOpType
 
 # The layout of a control page, in words of int64.
-_ARRIVED, _DONE, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
-_arrived, _done, _closed, _acting = map(itemgetter, (_ARRIVED, _DONE, _CLOSED, _ACTING))
+_PUBLISHED, _ACTED, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
+_published, _acted, _closed, _acting = map(itemgetter, (_PUBLISHED, _ACTED, _CLOSED, _ACTING))
 _STAGES = 2  # pieces of tensors in other memory that are in flight at a time
 
 
@@ -69,7 +69,7 @@ class StepParts:
 class LaunchedStep:
     """One run of a step, the group's ``number``-th; keeps ``tensors`` alive until all ranks have done their part."""
 
-    __slots__ = ("at_end", "crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors")
+    __slots__ = ("crossed_at", "crossing", "error", "is_staged", "number", "step", "tensors", "when_done")
 
     def __init__(self, step: Step, number: int, tensors: Any) -> None:
         self.step = step
@@ -80,8 +80,8 @@ class LaunchedStep:
         self.error = ""  # empty if there is none
         self.crossing: Crossing | None = None  # the messages in flight between nodes
         self.crossed_at = 0  # when these began; 0 without a listener
-        # Called when it is complete on all ranks, under the lock of the progress engine.
-        self.at_end: Callable[[], None] | None = None
+        # Called when it is done on all ranks, under the lock of the progress engine.
+        self.when_done: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class StepQueue:
         self._own = self._controls[layout.local_rank]
         self._piece_bytes = piece_bytes
         self._launched = 0
-        self._finished = 0  # the last step that is complete on all ranks, with its result copied back
+        self._done = 0  # the last step that is done on all ranks, with its result copied back
         self._waiting: deque[LaunchedStep] = deque()  # to be published
         self._arriving: deque[LaunchedStep] = deque()
         self._crossing: deque[LaunchedStep] = deque()
@@ -130,7 +130,7 @@ class StepQueue:
         self._held: deque[LaunchedStep] = deque()
         self._stages: deque[tuple[int, Tensor]] = deque()  # each with the last step that it was used for, oldest first
         self._scratch = Scratch()
-        self._wires = WireMemory()
+        self._messages = MemoryPool()
         self._waits.at_failure.append(self._close)
 
     def launch(self, steps: Iterable[Step], tensors: Any) -> list[LaunchedStep]:
@@ -151,17 +151,17 @@ class StepQueue:
     def work(self, launched: Sequence[LaunchedStep]) -> Work:
         """The Work of a collective; ``wait()`` raises CommunicationError, on all ranks, if sizes or dtypes differ."""
         last = launched[-1]
-        poll, absent = partial(self.has_ended, launched), partial(self.absent, last)
+        poll, absent = partial(self.done, launched), partial(self.absent, last)
         work = Work(last.step.title, self._waits, poll, absent=absent)
-        work.ask_transport = partial(setattr, last, "at_end")
+        work.ask_transport = partial(setattr, last, "when_done")
         return work
 
-    def has_ended(self, launched: Sequence[LaunchedStep]) -> bool:
+    def done(self, launched: Sequence[LaunchedStep]) -> bool:
         """Whether no rank writes into the memory of these steps any more; CommunicationError if they were given up."""
-        if self._finished < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
+        if self._done < launched[-1].number and (not self._own[_CLOSED] or any(map(_acting, self._controls))):
             return False
         for one in launched:
-            if one.error or self._finished < one.number:
+            if one.error or self._done < one.number:
                 raise CommunicationError(one.error or self._waits.failure)
         return True
 
@@ -170,10 +170,10 @@ class StepQueue:
 
         The progress of ranks of other nodes is not known: if a step waits for messages, all of these are named.
         """
-        late = self._ranks_behind(_ARRIVED, launched.number)
+        late = self._ranks_behind(_PUBLISHED, launched.number)
         if late:
             return late
-        late = self._ranks_behind(_DONE, launched.number)
+        late = self._ranks_behind(_ACTED, launched.number)
         ended = sorted(set(late).intersection(self._waits.ended_ranks()))
         return ended or (self._layout.elsewhere if launched in self._crossing else late)
 
@@ -190,17 +190,17 @@ class StepQueue:
         return partial(self._ranks_behind, _MESSAGES, number)
 
     def drain(self, seconds: float) -> None:
-        """Wait until every step is complete on all ranks, or a rank has left without launching it; then leave.
+        """Wait until every step is done on all ranks, or a rank has left without launching it; then leave.
 
         Raises CommunicationError after ``seconds``, or if the group was given up.
         """
         last = self._launched
 
-        def is_over() -> bool:
-            return self._finished >= last or any([page[_LEFT] and page[_ARRIVED] < last for page in self._controls])
+        def is_drained() -> bool:
+            return self._done >= last or any([page[_LEFT] and page[_PUBLISHED] < last for page in self._controls])
 
         try:
-            self._waits.until(is_over, "destroy_process_group", seconds=seconds)
+            self._waits.until(is_drained, "destroy_process_group", seconds=seconds)
         finally:
             self._own[_LEFT] = 1
 
@@ -224,17 +224,17 @@ class StepQueue:
             while True:
                 while self._waiting and self._publish(self._waiting[0]):
                     pass
-                while self._arriving and min(map(_arrived, controls)) >= self._arriving[0].number:
+                while self._arriving and min(map(_published, controls)) >= self._arriving[0].number:
                     if not self._act(self._compute, self._arriving[0]):
                         break
                     launched = self._arriving.popleft()
                     if launched.crossing is not None or self._crossing:
                         self._crossing.append(launched)
                     else:
-                        self._own[_DONE] = launched.number
+                        self._own[_ACTED] = launched.number
                 while self._crossing and self._end_crossing(self._crossing[0]):
-                    self._own[_DONE] = self._crossing.popleft().number
-                if not self._finish_done() or not self._waiting:
+                    self._own[_ACTED] = self._crossing.popleft().number
+                if not self._finish_acted() or not self._waiting:
                     break
         except BaseException as error:  # such as MemoryError, or Ctrl-C; a part that was begun cannot be done once more
             if not self._waits.look_now():  # a rank that gives the group up writes that before it closes connections
@@ -249,7 +249,7 @@ class StepQueue:
         A step of which all ranks have done their part succeeds here, too: another rank may have gone on from it.
         """
         with self._progress.lock:
-            self._finish_done()
+            self._finish_acted()
             self._waiting.clear()
             self._arriving.clear()
             self._crossing.clear()
@@ -263,7 +263,7 @@ class StepQueue:
         nbytes = launched.step.local.nbytes
         if nbytes > self._piece_bytes:  # a single column may be larger than a piece
             return self._memory.allocate(nbytes, torch.uint8)
-        if len(self._stages) == _STAGES and self._stages[0][0] > self._finished:
+        if len(self._stages) == _STAGES and self._stages[0][0] > self._done:
             return None
         is_new = len(self._stages) < _STAGES
         stage = self._memory.allocate(self._piece_bytes, torch.uint8) if is_new else self._stages.popleft()[1]
@@ -273,7 +273,7 @@ class StepQueue:
     def _publish(self, launched: LaunchedStep) -> bool:
         """Publish a step if there is room for it; returns whether it was published."""
         step, own = launched.step, self._own
-        if launched.number - _PLACES > self._finished:  # the record at this place may still be read
+        if launched.number - _PLACES > self._done:  # the record at this place may still be read
             return False
         if launched.is_staged:
             stage = self._free_stage(launched)
@@ -289,7 +289,7 @@ class StepQueue:
         self._arriving.append(self._waiting.popleft())
         self._held.append(launched)
         self._progress.fence()
-        own[_ARRIVED] = launched.number
+        own[_PUBLISHED] = launched.number
         return True
 
     def _act(self, work: Callable[[LaunchedStep], None], launched: LaunchedStep) -> bool:
@@ -320,7 +320,7 @@ class StepQueue:
             step.prepare(regions)
             step.records = records
         if isinstance(step, TwoLevelStep):
-            launched.crossing = step.cross(self._links, self._wires)
+            launched.crossing = step.cross(self._links, self._messages)
             launched.crossed_at = perf_counter_ns() if begin else 0
         else:
             step.act(self._scratch)
@@ -341,21 +341,21 @@ class StepQueue:
         assert launched.crossing is not None
         begin = 0 if StepParts.listener is None else perf_counter_ns()
         StepParts.end("wire", launched.number, launched.crossed_at, launched.crossing.nbytes)
-        launched.step.spread(launched.crossing, self._wires)
+        launched.step.spread(launched.crossing)
         StepParts.end("node", launched.number, begin, launched.step.local.nbytes)
 
-    def _finish_done(self) -> bool:
+    def _finish_acted(self) -> bool:
         """Finish the steps of which all ranks have done their part; returns whether there were any."""
-        held, done, finished = self._held, min(map(_done, self._controls)), self._finished
-        while held and held[0].number <= done:
+        held, acted, done = self._held, min(map(_acted, self._controls)), self._done
+        while held and held[0].number <= acted:
             launched = held.popleft()
             if launched.is_staged and not launched.error:
                 self._progress.fence()
                 launched.step.finish()
-            self._finished = launched.number
-            if launched.at_end is not None:
-                launched.at_end()
-        return self._finished != finished
+            self._done = launched.number
+            if launched.when_done is not None:
+                launched.when_done()
+        return self._done != done
 
     def _mismatch(self, records: list[list[int]]) -> str:
         named = zip(self._layout.local, records, strict=True)
@@ -374,7 +374,7 @@ class HierarchicalReduction:
         self.summed = Work(
             step.title,
             waits,
-            lambda: step.sums is not None or queue.has_ended([self._launched]),
+            lambda: step.sums is not None or queue.done([self._launched]),
             absent=partial(queue.absent, self._launched),
         )
 
@@ -386,7 +386,7 @@ class HierarchicalReduction:
 
     def deliver(self) -> Work:
         """Begin to copy the current sums to all ranks of the node; returns the Work."""
-        self._step.is_over_nodes = True
+        self._step.has_results = True
         self._waits.progress()
         return self._queue.work([self._launched])
 
@@ -416,4 +416,4 @@ class SliceLink:
         self._waits.check(what)
         call = WireCall(f"{what} between nodes", self._waits, one_call(start), is_queued=True)
         self._calls.begin(call)
-        return Work(call.what, self._waits, call.poll, absent=lambda: self._elsewhere)
+        return Work(call.what, self._waits, call.done, absent=lambda: self._elsewhere)

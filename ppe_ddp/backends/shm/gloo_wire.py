@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, Work
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import UNSENT_TAG, abort_of_gloo, source_of
 from ppe_ddp.errors import CommunicationError
-from ppe_ddp.waiting import each_process
+from ppe_ddp.waiting import each_process, is_done
 
 CLOSING_THREAD = "ppe_ddp-close"
 _COMPLETING_SECONDS = 5.0
@@ -56,8 +56,8 @@ class GlooCall:
             with suppress(RuntimeError):
                 work.wait(_MOMENT)
 
-    def tell_end(self, call: Callable[[], None]) -> None:
-        """Let gloo's thread call ``call`` at the end."""
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Let gloo's thread call ``call`` when it is done."""
         work = self._work
         if work is not None:
             work.get_future().add_done_callback(lambda _: call())
@@ -68,7 +68,7 @@ class GlooMessage:
 
     def __init__(self, work: Work, threads: weakref.WeakSet[threading.Thread]) -> None:
         self.source = -1
-        self._ended = threading.Event()
+        self._is_done = threading.Event()
         self._reason = ""
         thread = threading.Thread(target=self._await, args=(work,), name="ppe_ddp-message", daemon=True)
         threads.add(thread)
@@ -81,15 +81,15 @@ class GlooMessage:
                 self.source = source_of(work)
         except RuntimeError as error:
             self._reason = str(error) or "gloo gives no reason"
-        self._ended.set()
+        self._is_done.set()
 
     def done(self) -> bool:
         if self._reason:
             raise CommunicationError(self._reason)
-        return self._ended.is_set()
+        return self._is_done.is_set()
 
     def block(self) -> None:
-        self._ended.wait(_MOMENT.total_seconds())
+        self._is_done.wait(_MOMENT.total_seconds())
 
 
 class GlooWire:
@@ -113,7 +113,7 @@ class GlooWire:
 
     @property
     def is_idle(self) -> bool:
-        return all([_is_done(call) for call in self._begun])
+        return all([is_done(call) for call in self._begun])
 
     def all_reduce(self, flat: Tensor, kind: Any) -> GlooCall:
         options = dist.AllreduceOptions()
@@ -173,15 +173,10 @@ class GlooWire:
 
     def _call(self, work: Work) -> GlooCall:
         call = GlooCall(work, self._place)
-        while self._begun and _is_done(self._begun[0]):
+        while self._begun and is_done(self._begun[0]):
             self._begun.popleft()
         self._begun.append(call)
         return call
-
-
-def _is_done(call: GlooCall) -> bool:
-    work = call._work
-    return work is None or work.is_completed()
 
 
 def close_given_up(groups: list[ProcessGroup]) -> None:

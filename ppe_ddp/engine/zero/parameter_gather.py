@@ -34,10 +34,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import UPDATE, relayed
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import all_gather
 from ppe_ddp.engine.zero.shards import Rows, Shard, ShardedModel, flattened, is_dense

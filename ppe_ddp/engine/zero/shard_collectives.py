@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
-from ppe_ddp.contracts import Waitable, probe
+from ppe_ddp.backends.memory_pool import MemoryPool
+from ppe_ddp.contracts import PendingThen, Waitable
 from ppe_ddp.engine.bucket import Bucket
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool, offers_memory
+from ppe_ddp.engine.memory import offers_memory
 from ppe_ddp.engine.reduction import Reduction
 from ppe_ddp.scaling import scale
+from ppe_ddp.waiting import probe
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -76,7 +76,7 @@ class ReduceScatter:
         work = dist.all_to_all_single(
             received.view(torch.uint8), flat.view(torch.uint8), group=self._groups.buckets, async_op=True
         )
-        return _Then(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
+        return PendingThen(work, lambda: self._add_up(share, received.view(self._world_size, -1), factor))
 
     def _add_up(self, share: Tensor, rows: Tensor, factor: float) -> None:
         """Sum the rows in the order of ranks."""
@@ -104,30 +104,12 @@ class ReduceScatter:
         work = function(_as_real(received), _as_real(flat), group=self._groups.buckets, async_op=True)
         if received is share and factor == 1.0:
             return work  # type: ignore[no-any-return]
-        return _Then(work, lambda: scale(share, received, factor))
+        return PendingThen(work, lambda: scale(share, received, factor))
 
 
 def _as_real(flat: Tensor) -> Tensor:
     """The memory of complex numbers as real ones: over NCCL torch does so in all collectives but a reduce-scatter."""
     return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
-
-
-class _Then:
-    """A Work with a function that is called in ``wait()``, once."""
-
-    def __init__(self, work: Waitable, finish: Callable[[], None]) -> None:
-        self.work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())  # type: ignore[attr-defined]
-
-    def wait(self) -> None:
-        self.work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            with torch.no_grad():
-                finish()
 
 
 def all_gather(flat: Tensor, share: Tensor, group: ProcessGroup, pool: MemoryPool | None = None) -> Waitable:

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.bucket import Bucket, BucketContext, reducible_in_place
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import MemoryPool, allocator
+from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import ModuleState
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import BucketPlan, Packing, ParameterSpec
