@@ -430,7 +430,7 @@ class DistributedOptimizer(Optimizer):
         indices = {master.index for master in moved}
         updated = [index in indices for index in range(len(self._model.shards))]
         if is_closed:  # on some rank since a failure; all connect again in their next step, which gathers everything
-            self._gather.gather_in(self._model.group, self._masters.write(self._model, updated))
+            self._gather.start(self._masters.write(self._model, updated), group=self._model.group)
         else:
             self._gather.start(self._write(updated))
         for hook in after:

@@ -141,10 +141,13 @@ class ParameterGather:
         return self._sent_in != self._connections
 
     @torch.no_grad()
-    def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
+    def start(
+        self, units: Iterable[int] | None = None, *, overlap: bool = False, group: ProcessGroup | None = None
+    ) -> None:
         """Gather ``units`` of the first model, or all units of all models, in order. Every rank passes the same.
 
-        With ``overlap`` it returns at once, and the first use of a parameter waits for it.
+        With ``overlap`` it returns at once, and the first use of a parameter waits for it. ``group`` is another group
+        of the same ranks, in which they gather outside of a step.
         """
         self.finish()
         self._sent_in = self._connections
@@ -156,8 +159,10 @@ class ParameterGather:
             begin = perf_counter_ns()
             if members[0].is_cuda:
                 self._streams[members[0].device] = torch.cuda.current_stream(members[0].device)
-            pending = self._models[key[0]].gather(key[1])
-            if pending is None:
+            pending = self._models[key[0]].gather(key[1], group)
+            if pending is not None and group is not None:
+                pending.wait()
+            if pending is None or group is not None:
                 self._install(key)
                 continue
             if (log := EventLog.current) is not None:
@@ -169,14 +174,6 @@ class ParameterGather:
                     self._mark_pending(key, members)
         if not overlap:
             self.finish()
-
-    @torch.no_grad()
-    def gather_in(self, group: ProcessGroup, units: Iterable[int]) -> None:
-        """Gather ``units`` of the first model in ``group``, outside of a step. Every rank passes the same."""
-        for unit in units:
-            if (pending := self._models[0].gather(unit, group)) is not None:
-                pending.wait()
-            self._install((0, unit))
 
     def _mark_pending(self, key: Unit, members: Sequence[Any]) -> None:
         """Let the first use of these parameters wait for them."""
