@@ -81,6 +81,7 @@ class BufferSynchronizer(Synchronizer):
             for spec in self.module_state.specs
         ]
         self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
+        self.negotiations = [group.negotiation for group in self.reduction_groups]
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
         divisors = [groups.world_size * aligned for groups in self.groups]
         self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
@@ -315,11 +316,12 @@ class BufferSynchronizer(Synchronizer):
             self._note_failure(AbortedError(reason))
             return True
         pending = self._pending_results
-        has_ended = super().abort(backward, reason)
-        if has_ended and pending is not None and pending[1] is backward:
-            self._pending_results = None
-            pending[0].close()
-            self.is_sent = False
+        try:
+            has_ended = super().abort(backward, reason)
+        finally:  # even if an interrupt ends a wait
+            if backward.phase is Phase.FAILED and pending is not None and pending[1] is backward:
+                self._pending_results = None
+                pending[0].close()
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
         return has_ended
@@ -331,7 +333,7 @@ class BufferSynchronizer(Synchronizer):
         for bucket in self._buckets:
             bucket.put_back()
         if backward.recorder.agreed:
-            self.gradients.averaged = self._averaged_before
+            self.gradients.averaged = bytearray(map(min, self._averaged_before, self.gradients.averaged))
         arrived = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
         self._reopen([*arrived, *backward.late])
         self.gradients.add(arrived)  # since the last launch
