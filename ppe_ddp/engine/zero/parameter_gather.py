@@ -263,26 +263,26 @@ class ParameterGather:
             yield
         current.wait_stream(stream)
 
-    def fail(self, error: BaseException) -> PpeDdpError | None:
-        """End the communication after an error in an optimizer's step, as other ranks wait for this rank's shards.
+    def fail(self, error: BaseException, phase: str = UPDATE) -> PpeDdpError | None:
+        """End the communication after an error in an optimizer's step or load: other ranks wait for this rank's shards.
 
         Returns the error to raise instead, if ``error`` is only the consequence of a rank that has failed or is lost.
         """
         self._note_failure()
         with self._lock:
             self._abandon()
-        return self._fail_in(self._models[0].groups, error)
+        return self._fail_in(self._models[0].groups, error, phase)
 
-    def _fail_in(self, groups: Groups, error: BaseException) -> PpeDdpError | None:
+    def _fail_in(self, groups: Groups, error: BaseException, phase: str = UPDATE) -> PpeDdpError | None:
         """End the communication in ``groups``, and in all other groups of its wrapper.
 
         Otherwise a rank might hear of the failure in one group only, and begin its next backward in the others. There
         it would wait for this rank, which first connects all groups again and waits for that rank.
         """
-        instead = groups.fail(error, UPDATE)
+        instead = groups.fail(error, phase)
         user = groups.user()
         for other in user.connections if user is not None else ():
-            other.fail(relayed(instead or error), UPDATE)
+            other.fail(relayed(instead or error), phase)
         return instead
 
     def _note_failure(self) -> None:
