@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from ppe_ddp.engine.failures import LOAD
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
@@ -436,6 +437,7 @@ class DistributedOptimizer(Optimizer):
             if is_closed:  # on some rank, after a failure; all connect again in their next step, and gather everything
                 self._gather.start(self._masters.write(self._model, updated), group=self._model.group)
             else:
+                self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
                 self._gather.start(self._write(updated))
         except ValueError:  # of all ranks, none of which has loaded anything
             raise
