@@ -314,6 +314,8 @@ class BufferSynchronizer(Synchronizer):
         # If results have arrived already, finish_grad_sync() raises the error.
         if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
+            for groups in self.groups:  # others may wait for this rank in their optimizer's step
+                groups.fail(AbortedError(reason), "finishing")
             return True
         pending = self._pending_results
         try:
