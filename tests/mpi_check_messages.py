@@ -40,6 +40,7 @@ def a_forked_process_is_refused():
         dist.all_reduce(total, group=group)
     with pytest.raises(UnusableError, match="send in a process that was forked"):
         group.send([total], 0)
+    group.shutdown()  # as `destroy_process_group()` does there
     group._pid = pid
     dist.all_reduce(total, group=group)
     assert total.tolist() == [group.size()] * 3

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -332,6 +333,23 @@ def test_gloo_does_not_wait_for_one_that_is_gone_before_it_has_connected():
     is_gone.set()
     connects.join(30)
     assert not connects.is_alive()
+
+
+def test_a_store_in_which_ranks_have_connected_lets_go_of_what_has_looked():
+    """Those are the groups of a wrapper, whose connections have this store, and end with the last reference to them."""
+
+    class Looking:
+        def look(self):
+            pass
+
+    looking = Looking()
+    is_alive = weakref.ref(looking)
+    store = ConnectingStore(torch.distributed.HashStore(), looking.look, 5.0)
+    with store.connecting():
+        store.set("a key", "a word")
+    del looking
+    assert is_alive() is None
+    assert store.get("a key") == b"a word"
 
 
 def test_who_advances_groups_can_read_what_others_have_written_in_the_store_of_a_quorum():

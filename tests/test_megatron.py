@@ -419,6 +419,12 @@ def test_broadcast_params():
         model = wrap(module, **options)
         model.broadcast_params()
         torch.testing.assert_close(list(module.parameters()), list(net().parameters()))
+        if dist.get_rank() == 1:
+            model.abort_grad_sync("behind a step, so that the other rank hears of it only now")
+            with torch.no_grad():
+                module[0].weight.add_(1)
+        model.broadcast_params()
+        torch.testing.assert_close(list(module.parameters()), list(net().parameters()))
 
 
 @on_two_ranks

@@ -198,12 +198,14 @@ def test_an_interrupt_before_averages_are_waited_for_whose_error_is_kept_does_no
             assert module.of_interest.main_grad.tolist() == [1.5 + 10 * step] * 12
 
 
+@pytest.mark.parametrize("behind", [False, True])
 @on_two_ranks
-def test_who_is_interrupted_as_it_tells_of_its_failure_begins_no_other_step_where_it_finishes_that_one():
+def test_who_is_interrupted_as_it_tells_of_its_failure_begins_no_other_step_where_it_finishes_that_one(behind):
     rank, module, fails = dist.get_rank(), Marked([]), False
+    has_ended = dist.distributed_c10d._get_default_store()
 
     def failing(bucket, group):
-        if fails:
+        if fails and not behind:
             raise Boom
         return average(bucket, group)
 
@@ -215,10 +217,18 @@ def test_who_is_interrupted_as_it_tells_of_its_failure_begins_no_other_step_wher
         with pytest.MonkeyPatch.context() as patches:
             if fails:
                 patches.setattr(LostRanks, "await_completion", _interrupt)
+            output = model(1.0 + rank)
+            if behind and step == 1 and rank == 1:  # the other rank waits for results of this one
+                output.register_hook(lambda _: has_ended.wait(["it has ended that step"]))
             with pytest.raises(KeyboardInterrupt) if fails else contextlib.suppress(PeerAbortedError):
-                model(1.0 + rank).backward()
-        with pytest.raises(PeerAbortedError) if step == 1 else contextlib.nullcontext():
+                output.backward()
+                if fails:
+                    model.abort_grad_sync("behind its backward")
+        told = step == 1 and not (behind and rank)
+        with pytest.raises(PeerAbortedError) if told else contextlib.suppress(PeerAbortedError):
             model.finish_grad_sync()
+        if fails:
+            has_ended.set("it has ended that step", "")
     assert module.of_interest.main_grad.tolist() == [1.5] * 12
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from one_process import data, seeded
-from ppe_ddp import NonFiniteGradientError, PeerAbortedError, UnusableError
+from ppe_ddp import NonFiniteGradientError, PeerAbortedError, UnusableError, average
+from ppe_ddp.engine.failures import LostRanks
 from ppe_ddp.megatron import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -188,6 +189,32 @@ def test_what_only_a_failed_step_would_have_averaged_has_no_gradient_in_the_next
         model.finish_grad_sync()
     model.finish_grad_sync()  # takes the step again, without the data of rank 1
     hold(model, mean_of(model.module, (0, 0, {"taken": []})))
+
+
+@on_two_ranks
+def test_what_is_cleared_before_a_failed_step_puts_gradients_back_stays_cleared():
+    """As by an optimizer's `zero_grad()` while a thread of autograd for a GPU holds a backward that has raised."""
+    rank, fails = dist.get_rank(), False
+
+    def failing(bucket, group):
+        if fails:
+            raise ArithmeticError
+        return average(bucket, group)
+
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, seeded(Branches), reduce_function=failing)
+    state = model.gradient_buffers
+    loss(model, rank, 0, taken=[0]).backward()
+    model.finish_grad_sync()
+    fails = rank == 1
+    with pytest.MonkeyPatch.context() as patches:
+        every = range(len(state.module_state.parameters))
+        patches.setattr(LostRanks, "await_completion", lambda _: state.clear_some(every))
+        with pytest.raises(ArithmeticError) if fails else contextlib.suppress(PeerAbortedError):
+            loss(model, rank, 1, taken=[0]).backward()
+        with pytest.raises(PeerAbortedError):
+            model.finish_grad_sync()
+    assert not any(state.gradients.averaged)
 
 
 @on_two_ranks

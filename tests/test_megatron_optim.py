@@ -325,3 +325,24 @@ def test_ranks_of_a_split_model_do_not_wait_for_inf_of_an_optimizer_that_is_left
                 scaler.step(optimizer)
         if handle is not None:
             handle.remove()
+
+
+@on_two_ranks
+def test_who_gives_a_step_up_whose_averages_it_has_read_tells_those_that_wait_in_the_optimizer():
+    rank, module = dist.get_rank(), seeded(mlp, 7, 5)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module)
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)
+    for step in range(4):
+        model.zero_grad_buffer()
+        model(data(2, 7, rank=rank, step=step)).sum().backward()
+        if step == 1 and rank == 1:
+            assert optimizer.param_groups[0]["params"][0].grad is not None  # which waits for the averages
+            model.abort_grad_sync("cannot go on")
+        with pytest.raises(PeerAbortedError, match=r"cannot go on|has failed here") if step == 1 else nullcontext():
+            model.finish_grad_sync()
+            optimizer.step()
+    own = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+    everyone = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(everyone, own)
+    assert torch.equal(*everyone)

@@ -241,6 +241,10 @@ def test_what_the_ranks_sum_must_be_the_same():
     marks = SEQUENCE if dist.get_rank() else AVERAGE
     with pytest.raises(DisagreementError, match=r"of_interest: shape \(12,\), torch.float32, times 0.5"):
         gradient_after([1.0], None, groups, modules=[Marked(marks)])
+    model = DistributedDataParallel(PerToken(), DistributedDataParallelConfig(), Marked([]), groups=groups)
+    model(1.0).backward()
+    with pytest.raises(DisagreementError, match=r"rank 0 has \[\], and rank 1 has \['tensor: num_tokens'\]"):
+        finalize_model_grads([model], torch.ones(1) if dist.get_rank() else None)
     assert gradient_after([1.0], None, groups, modules=[Marked(SEQUENCE)]) == [2.0]
 
 

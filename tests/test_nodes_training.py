@@ -19,6 +19,7 @@ import mpi_check_torch
 import mpi_megatron
 import ppe_ddp
 import sharding_checks
+import test_optim_checkpoints as loading
 from law_scenarios import every_variant, scenario
 from laws import breaches, observe_all
 from library_warnings import without_warnings
@@ -268,6 +269,16 @@ def fail_on(rank):
     mean = (dist.get_world_size() - 1) / 2
     assert wrapper.module.weight.grad.tolist() == [[mean] * 3] * 2
     return told
+
+
+@pytest.mark.parametrize("world", worlds((2, 1), launchers=["torchrun"]), indirect=True)
+def test_a_state_is_loaded_where_one_rank_alone_has_not_heard_of_a_failure(world):
+    world.run(in_own_world, load_after_a_failure)
+
+
+def load_after_a_failure():
+    for wrapper in ("plain", "megatron"):
+        loading.test_a_state_is_loaded_where_one_rank_alone_has_heard_of_a_failure.__wrapped__(wrapper)
 
 
 @pytest.mark.parametrize("world", worlds((2, 1), (1, 2, 1)), indirect=True)

@@ -12,7 +12,8 @@ from torch import nn
 
 from one_process import data, seeded
 from optim_runners import quietly
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, megatron
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, megatron
+from ppe_ddp.optim.master_weights import MasterWeights
 from rank_tests import on_two_ranks
 
 
@@ -236,6 +237,30 @@ def test_a_state_is_loaded_where_one_rank_alone_has_heard_of_a_failure(wrapper):
         groups.fail(RuntimeError("this rank alone"), "finishing")
     optimizer.load_state_dict(saved)
     assert all(map(torch.equal, module.heads[0].parameters(), before))
+    train(model, optimizer, [0, 1])
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_two_ranks
+def test_who_is_interrupted_as_it_loads_tells_the_others_and_all_can_load_again(wrapper):
+    model, optimizer = two_heads(wrapper, adamw, master_dtype=torch.float64)
+    train(model, optimizer, [0, 1])
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    train(model, optimizer, [0])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    told = pytest.raises(PeerAbortedError, match=r"rank 1 failed in DistributedOptimizer\.load_state_dict\(\)")
+    with pytest.MonkeyPatch.context() as patches:
+        if dist.get_rank() == 1:
+            patches.setattr(MasterWeights, "write", interrupt)
+            told = pytest.raises(KeyboardInterrupt)
+        with told:
+            optimizer.load_state_dict(saved)
+    optimizer.load_state_dict(saved)
+    assert all(map(torch.equal, model.module.parameters(), before))
     train(model, optimizer, [0, 1])
 
 

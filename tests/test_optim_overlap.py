@@ -1,5 +1,6 @@
 """Gathers that overlap with the next forward or not: every read gives the values of one process."""
 
+import contextlib
 import copy
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch.nn.utils import parametrizations, prune
 
 from one_process import mlp, seeded
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig, sharded_buffers
 from rank_tests import on_two_ranks
@@ -324,3 +326,24 @@ def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_
         if handle is not None:
             handle.remove()
     assert seen == ([(2, "")] if rank == 0 else [(1, ""), (2, "AbortedError: its loss has raised")])
+
+
+@on_two_ranks
+def test_who_is_interrupted_where_a_step_waits_for_the_one_before_tells_the_others():
+    model, _, optimizer = stepped(True)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for step in range(3):
+        optimizer.zero_grad()
+        model(X).sum().backward()
+        with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
+            if step == 0 and dist.get_rank() == 1:
+                patches.setattr(ParameterGather, "finish", interrupt)
+                stack.enter_context(pytest.raises(KeyboardInterrupt))
+            optimizer.step()
+    own = nn.utils.parameters_to_vector(model.parameters()).detach()
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
+    assert torch.equal(*everyone)

@@ -65,7 +65,7 @@ class Late(ShardedModel):
     def zero_grad(self, indices, *, set_to_none=True):
         raise AssertionError
 
-    def gather(self, unit):
+    def gather(self, unit, group=None):
         return Wait(self, unit)
 
     def install(self, unit):

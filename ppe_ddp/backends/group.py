@@ -11,8 +11,8 @@ import atexit
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import repeat, starmap
 from types import SimpleNamespace
@@ -208,7 +208,7 @@ class CollectiveGroup(PythonGroup):
 
 
 class PendingGroup(CollectiveGroup):
-    """A group over a wire. A subclass calls :meth:`_connect`, and defines :meth:`_disconnect`.
+    """A group over a wire. A subclass calls :meth:`_connect` in :meth:`_connecting`, and defines :meth:`_disconnect`.
 
     ``pg_options`` has the options of the group, from which similar groups can be made. ``keys`` is the group's store.
 
@@ -249,6 +249,15 @@ class PendingGroup(CollectiveGroup):
         self._coalesced: list[Any] | None = None
         self._closed = False
         self._comparison: CollectiveComparison | None = None
+
+    @contextmanager
+    def _connecting(self) -> Iterator[None]:
+        """A context to connect the ranks in. An error gives the group up, as other ranks wait for this one."""
+        try:
+            yield
+        except BaseException as error:  # even an interrupt
+            self._waits.give_up(f"the connection was left: {type(error).__name__}")
+            raise
 
     def _connect(
         self,

@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor
 
 from ppe_ddp.engine.bucket import LaunchSchedule
-from ppe_ddp.engine.completion import ResultSteps, Steps, Turn
+from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, Turn
 from ppe_ddp.engine.failures import HookProgress, relayed
 from ppe_ddp.engine.gradients import GradientStreams, has_nonzero
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.engine.module import ModuleState
-from ppe_ddp.engine.negotiation import Agreement
+from ppe_ddp.engine.negotiation import Agreement, Negotiation
 from ppe_ddp.engine.record import EventLog, Recorder
 from ppe_ddp.engine.replicas import DriftCheck
 from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError
@@ -273,6 +273,8 @@ class Synchronizer(ABC):
     """Whether nothing is sent at all: the group has one rank and uses the default reduce function."""
     ranges = False
     """Whether to mark ranges for torch's profiler."""
+    negotiations: Sequence[Negotiation] = ()
+    """Those of the groups, one each."""
 
     def __init__(self, groups: Sequence[Groups]) -> None:
         self.groups = groups
@@ -419,6 +421,28 @@ class Synchronizer(ABC):
                 if not groups.is_closed:  # already renewed: this group loses the step as the other groups do
                     groups.step += 1
             raise
+
+    def connect_again(self) -> None:
+        """Make new connections in place of closed ones, outside of a step; all ranks must call this together."""
+        while self.must_renew():
+            with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
+                Completion(self.renewing(), self.groups[0]).finish()
+
+    def check(self) -> None:
+        """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
+
+        After a failure all ranks connect again, also those that had completed the step before they hear of it.
+        """
+        while True:
+            self.connect_again()
+            try:
+                for one in self.negotiations:
+                    one.check()
+            except PeerAbortedError as error:
+                for groups in self.groups:
+                    groups.fail(error, "")
+            else:
+                return
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:
         """Postpone the negotiation to the end of ``backward``, if ``error`` reports a failure in the previous step.

@@ -49,6 +49,8 @@ CLIP = "clip_grad_norm_() or GradScaler.step()"
 """The phase after a backward in which the ranks find the norm of all gradients, or whether one is inf."""
 UPDATE = "DistributedOptimizer.step()"
 """The phase after a backward in which each rank updates its shards, and parameters are gathered."""
+LOAD = "DistributedOptimizer.load_state_dict()"
+"""The phase in which each rank loads its shards, and parameters are gathered."""
 _JOIN = "for uneven numbers of batches train in `with model.join():`"
 EQUALLY_OFTEN = (
     "Every rank must run the same number of synchronized backwards of each wrapper, and call step() of a "
@@ -61,6 +63,7 @@ ADVICE = {
     START: "The parameters may not be those of rank 0: wrap the module again",
     CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
+    LOAD: "Some ranks may have loaded the state, and others not: load it again, on all ranks",
 }
 FINAL = "The job cannot go on: start it anew, from a checkpoint if there is one"
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
@@ -310,7 +313,7 @@ class Failure:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
         if self.phase in (FINALIZE, CLIP):
             return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
-        if self.phase == UPDATE:
+        if self.phase in (UPDATE, LOAD):
             return f"rank {self.rank} failed in {self.phase}, after the backward of step {self.step}: {self.reason}"
         return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 

@@ -98,7 +98,7 @@ class Position(NamedTuple):
             Activity.LATE_BUCKET: f"was at bucket {self.bucket} of the second round of step {self.step}",
             Activity.VOTE: f"had sent all buckets of step {self.step}",
             Activity.DONE: f"had completed step {self.step} and begun no other",
-            Activity.SUM: f"was summing numbers over the ranks in step {self.step}",
+            Activity.SUM: f"was summing numbers over the ranks in step {self.step}, in finalize_model_grads()",
             Activity.SUMMED: f"had completed step {self.step} and begun no other",
             Activity.GATHER: f"was gathering the parameters of step {self.step}, in DistributedOptimizer.step()",
             Activity.GATHERED: f"had gathered the parameters of step {self.step} and begun no other",

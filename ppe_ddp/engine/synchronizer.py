@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import and_, gt, or_
@@ -27,7 +27,7 @@ from torch import Tensor
 from ppe_ddp.contracts import BroadcastFunction
 from ppe_ddp.engine.backward import Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
-from ppe_ddp.engine.completion import TOGETHER, Completion, ResultSteps, SharedParameters, Steps
+from ppe_ddp.engine.completion import TOGETHER, ResultSteps, SharedParameters, Steps
 from ppe_ddp.engine.failures import HookProgress, aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, GradientStreams
@@ -50,7 +50,7 @@ from ppe_ddp.engine.replicas import (
     sources_of,
 )
 from ppe_ddp.engine.zero.sharded_parameters import ShardedParameters
-from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, PpeDdpError
+from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PpeDdpError
 from ppe_ddp.functions import broadcast
 from ppe_ddp.stragglers import RankTimes
 from ppe_ddp.weighing import SAID, UNWEIGHTED_BYTES, WhereUsed
@@ -96,6 +96,7 @@ class BucketSynchronizer(Synchronizer):
             with_buffers=policy.broadcast_buffers is not None,
             options=policy.agreed,
         )
+        self.negotiations = (self.negotiation,)
         self._dropped_forwards = DroppedForwards(groups.rank)
         self._buffer_writes = BufferWrites(groups.parent)
         self.times = RankTimes(groups.rank)
@@ -168,26 +169,6 @@ class BucketSynchronizer(Synchronizer):
         self.negotiation.use_plug("gradients averaged by", reduction.agreed)
         self.negotiation.has_compressor = reduction.sends_kept
         self._buckets_of = self._make_buckets()
-
-    def connect_again(self) -> None:
-        """Make new connections in place of closed ones, outside of a step; all ranks must call this together."""
-        while self.must_renew():
-            with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
-                Completion(self.renewing(), self._groups).finish()
-
-    def check(self) -> None:
-        """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
-
-        After a failure all ranks connect again, also those that had completed the step before they hear of it.
-        """
-        while True:
-            self.connect_again()
-            try:
-                self.negotiation.check()
-            except PeerAbortedError as error:
-                self._groups.fail(error, "")
-            else:
-                return
 
     def shard(self) -> ShardedParameters:
         """Keep only this rank's shards of averages from now on. All ranks must call this together."""

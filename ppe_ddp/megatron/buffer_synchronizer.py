@@ -82,6 +82,7 @@ class BufferSynchronizer(Synchronizer):
             for spec in self.module_state.specs
         ]
         self.reduction_groups = self._make_reduction_groups(setup, sums=sums)
+        self.negotiations = [group.negotiation for group in self.reduction_groups]
         aligned = _ALIGNED_FOR_NCCL if config.pad_buckets_for_high_nccl_busbw else _ALIGNED
         divisors = [groups.world_size * aligned for groups in self.groups]
         self.layout = lay_out(self._items(setup), bucket_size=bucket_size, divisors=divisors)
@@ -314,13 +315,16 @@ class BufferSynchronizer(Synchronizer):
         # If results have arrived already, finish_grad_sync() raises the error.
         if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
+            for groups in self.groups:  # others may wait for this rank in their optimizer's step
+                groups.fail(AbortedError(reason), "finishing")
             return True
         pending = self._pending_results
-        is_over = super().abort(backward, reason)
-        if is_over and pending is not None and pending[1] is backward:
-            self._pending_results = None
-            pending[0].close()
-            self.is_sent = False
+        try:
+            is_over = super().abort(backward, reason)
+        finally:  # even if an interrupt ends a wait
+            if backward.phase is Phase.FAILED and pending is not None and pending[1] is backward:
+                self._pending_results = None
+                pending[0].close()
         if all(groups.world_size == 1 for groups in self.groups):  # finalizing tells the ranks that split the model
             self._note_failure(AbortedError(reason))
         return is_over
@@ -332,7 +336,7 @@ class BufferSynchronizer(Synchronizer):
         for bucket in self._buckets:
             bucket.put_back()
         if backward.recorder.agreed:
-            self.gradients.averaged = self._averaged_before
+            self.gradients.averaged = bytearray(map(min, self._averaged_before, self.gradients.averaged))
         arrived = [i for i, parameter in enumerate(self._parameters) if parameter.grad is not None]
         self._reopen([*arrived, *backward.late])
         self.gradients.add(arrived)  # since the last launch

@@ -352,6 +352,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
 
         Dense parameters come from the first rank of ``groups.data``, experts from the first rank of ``groups.expert``.
         """
+        self.gradient_buffers.check()  # connects again where a rank has given a step up behind it
         for reduction_group in self.gradient_buffers.reduction_groups:
             broadcast_all(broadcast, reduction_group.module_state.parameters, reduction_group.groups)
 

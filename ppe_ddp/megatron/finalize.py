@@ -83,8 +83,8 @@ def finalize_model_grads(
     Args:
         model: The wrapped chunks of the model that this rank has, in the order of the pipeline; or one chunk.
         num_tokens: A tensor of one element, changed in place: the number of tokens in this rank's micro-batches, as the
-            last pipeline stage has counted it. If given, gradients are divided by the total over the data-parallel
-            ranks. It is meant for models with ``config.calculate_per_token_loss``, whose gradients are sums.
+            last pipeline stage has counted it. If all ranks give it, gradients are divided by the total over the
+            data-parallel ranks. It is for models with ``config.calculate_per_token_loss``, whose gradients are sums.
         groups: The groups of the model; default: those of the first chunk.
         force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
@@ -115,13 +115,15 @@ def finalize_model_grads(
         with chunks[0].gradient_buffers.completed_by([] if parallel.group("data") else numbers):
             _finish(chunks, force_all_reduce=force_all_reduce)
         plan = {
+            "data": [],
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
             "pipeline": _over_pipeline(chunks),
             "embedding": _of_ends(chunks, config, word_embedding, parallel),
             "position_embedding": _of_ends(chunks, config, position_embedding, parallel),
         }
-        sums = num_tokens is not None or getattr(config, "moe_router_enable_expert_bias", False)
-        described = {name: [one.described() for one in shared] for name, shared in plan.items()}
+        sums = getattr(config, "moe_router_enable_expert_bias", False)
+        given = [] if num_tokens is None else ["num_tokens"]
+        described = {name: [*(one.described() for one in shared), *given] for name, shared in plan.items()}
         parallel.agree(described, [chunk.gradient_buffers.model_parallel for chunk in chunks], sums=sums)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)

@@ -468,5 +468,6 @@ def _disagreement(groups: Groups, tables: Sequence[Sequence[str]]) -> Disagreeme
     return DisagreementError(
         f"rank {groups.rank} of {groups.world_size}: two ranks are about to sum different gradients, or these in "
         f"another order: rank 0 has {missing}, and rank {rank} has {added}. Parameters that the ranks share need the "
-        "same marks, shapes and dtypes on all of them, and with a distributed optimizer the same place in their bucket"
+        "same marks, shapes and dtypes on all of them, and with a distributed optimizer the same place in their "
+        "bucket. Either all ranks give num_tokens, or none"
     )

@@ -21,6 +21,8 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from ppe_ddp.engine.failures import LOAD
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
 from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
@@ -293,9 +295,9 @@ class DistributedOptimizer(Optimizer):
                 "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
         loss = None if closure is None else self._loss_of(closure)
-        self._gather.finish()
         is_awaited = True
         try:
+            self._gather.finish()
             exists = self._model.assign_gradients()
             is_awaited = self._gathers(exists)
             self._end_inf_checks()
@@ -418,6 +420,8 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ValueError: Parameters, groups, memory formats or the number of ranks differ; names the first difference and
                 says what to do. Nothing is changed then.
+            PeerAbortedError: Another rank has failed or was interrupted as it loaded; load again, on all ranks.
+            CommunicationError: A rank is lost.
         """
         before, after = state_hooks(self, loads=True)
         state_dict = dict(state_dict)  # which a hook may change
@@ -426,13 +430,21 @@ class DistributedOptimizer(Optimizer):
         self._gather.finish()
         self._masters.refresh()  # else what the checkpoint lacks would get back the values before the model was loaded
         self._flat_step.separate()
-        moved, is_closed = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
-        indices = {master.index for master in moved}
-        updated = [index in indices for index in range(len(self._model.shards))]
-        if is_closed:  # on some rank since a failure; all connect again in their next step, which gathers everything
-            self._gather.gather_in(self._model.group, self._masters.write(self._model, updated))
-        else:
-            self._gather.start(self._write(updated))
+        try:
+            moved, is_closed = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
+            indices = {master.index for master in moved}
+            updated = [index in indices for index in range(len(self._model.shards))]
+            if is_closed:  # on some rank, after a failure; all connect again in their next step, and gather everything
+                self._gather.start(self._masters.write(self._model, updated), group=self._model.group)
+            else:
+                self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
+                self._gather.start(self._write(updated))
+        except ValueError:  # of all ranks, none of which has loaded anything
+            raise
+        except BaseException as error:
+            if (instead := self._gather.fail(error, LOAD)) is not None:
+                raise instead from error
+            raise
         for hook in after:
             hook(self)
 

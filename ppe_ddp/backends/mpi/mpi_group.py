@@ -89,13 +89,14 @@ class MpiProcessGroup(PendingGroup):
         self._is_gpu_aware = options.gpu_aware
         self._wire = MpiWire(comm, options.piece_bytes)
         self._wires: dict[str, tuple[MpiWire, Sequence[int]]] = {"group": (self._wire, range(comm.Get_size()))}
-        self._connect(
-            self._wire,
-            HostMemory(self.rank(), "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware),
-            self._join,
-            is_enabled=options.shared_memory and not options.gpu_aware,
-            two_level_bytes=options.two_level_bytes,
-        )
+        with self._connecting():
+            self._connect(
+                self._wire,
+                HostMemory(self.rank(), "mpi4py", takes_cuda=True, gpu_aware=options.gpu_aware),
+                self._join,
+                is_enabled=options.shared_memory and not options.gpu_aware,
+                two_level_bytes=options.two_level_bytes,
+            )
         is_threaded = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         if options.thread and not is_threaded:
             raise ValueError(

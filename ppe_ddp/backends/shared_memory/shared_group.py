@@ -86,11 +86,7 @@ class SharedMemoryGroup:
         # For :meth:`sum_ranges`, a connection to other nodes for each slice of this rank; none without shared memory.
         self.links: list[SliceLink] = []
         if link.size > 1 and is_enabled:
-            try:
-                self._connect()
-            except BaseException as error:  # even an interrupt, as the other ranks wait for this one
-                link.waits.give_up(f"the connection of shared memory was left: {type(error).__name__}")
-                raise
+            self._connect()
         self._smallest_bytes = max(options.shared_bytes, two_level_bytes if self.links else 0)
         if self.queue is not None:
             self._makers["all_reduce"] = self._all_reduce

@@ -49,7 +49,7 @@ class ShmProcessGroup(PendingGroup):
     def __init__(self, arguments: Any, options: ShmOptions, keys: WrittenKeys) -> None:
         super().__init__(arguments, options, keys, backend_name="shm", transport="shm", device_types=("cpu",))
         rank, size = self.rank(), self.size()
-        try:
+        with self._connecting():
             self._wire = GlooWire([_over_gloo(copied_arguments(arguments, keys.store), keys, _MORE_TIME)])
             self._connect(
                 self._wire,
@@ -59,9 +59,6 @@ class ShmProcessGroup(PendingGroup):
                 two_level_bytes=options.two_levels_from(size),
                 direct_bytes=options.direct_up_to(size),
             )
-        except BaseException as error:  # even an interrupt, as ranks that gloo has connected wait for this one
-            self._waits.give_up(f"the connection was left: {type(error).__name__}")
-            raise
         if self._shared.queue is not None:
             progress_engine(self._pid).expect(size)
             background_thread(self._pid)

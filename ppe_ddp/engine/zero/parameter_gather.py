@@ -141,10 +141,13 @@ class ParameterGather:
         return self._sent_in != self._connections
 
     @torch.no_grad()
-    def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
+    def start(
+        self, units: Iterable[int] | None = None, *, overlap: bool = False, group: ProcessGroup | None = None
+    ) -> None:
         """Gather ``units`` of the first model, or all units of all models, in order. Every rank passes the same.
 
-        With ``overlap`` it returns at once, and the first use of a parameter waits for it.
+        With ``overlap`` it returns at once, and the first use of a parameter waits for it. ``group`` is another group
+        of the same ranks, in which they gather outside of a step.
         """
         self.finish()
         self._sent_in = self._connections
@@ -156,8 +159,10 @@ class ParameterGather:
             begin = perf_counter_ns()
             if members[0].is_cuda:
                 self._streams[members[0].device] = torch.cuda.current_stream(members[0].device)
-            pending = self._models[key[0]].gather(key[1])
-            if pending is None:
+            pending = self._models[key[0]].gather(key[1], group)
+            if pending is not None and group is not None:
+                pending.wait()
+            if pending is None or group is not None:
                 self._install(key)
                 continue
             if (log := EventLog.current) is not None:
@@ -169,14 +174,6 @@ class ParameterGather:
                     self._mark_pending(key, members)
         if not overlap:
             self.finish()
-
-    @torch.no_grad()
-    def gather_in(self, group: ProcessGroup, units: Iterable[int]) -> None:
-        """Gather ``units`` of the first model in ``group``, outside of a step. Every rank passes the same."""
-        for unit in units:
-            if (pending := self._models[0].gather(unit, group)) is not None:
-                pending.wait()
-            self._install((0, unit))
 
     def _mark_pending(self, key: Unit, members: Sequence[Any]) -> None:
         """Let the first use of these parameters wait for them."""
@@ -266,26 +263,26 @@ class ParameterGather:
             yield
         current.wait_stream(stream)
 
-    def fail(self, error: BaseException) -> PpeDdpError | None:
-        """End the communication after an error in an optimizer's step, as other ranks wait for this rank's shards.
+    def fail(self, error: BaseException, phase: str = UPDATE) -> PpeDdpError | None:
+        """End the communication after an error in an optimizer's step or load: other ranks wait for this rank's shards.
 
         Returns the error to raise instead, if ``error`` is only the consequence of a rank that has failed or is lost.
         """
         self._note_failure()
         with self._lock:
             self._abandon()
-        return self._fail_in(self._models[0].groups, error)
+        return self._fail_in(self._models[0].groups, error, phase)
 
-    def _fail_in(self, groups: Groups, error: BaseException) -> PpeDdpError | None:
+    def _fail_in(self, groups: Groups, error: BaseException, phase: str = UPDATE) -> PpeDdpError | None:
         """End the communication in ``groups``, and in all other groups of its wrapper.
 
         Otherwise a rank might hear of the failure in one group only, and begin its next backward in the others. There
         it would wait for this rank, which first connects all groups again and waits for that rank.
         """
-        instead = groups.fail(error, UPDATE)
+        instead = groups.fail(error, phase)
         user = groups.user()
         for other in user.connections if user is not None else ():
-            other.fail(relayed(instead or error), UPDATE)
+            other.fail(relayed(instead or error), phase)
         return instead
 
     def _note_failure(self) -> None:
