@@ -34,7 +34,7 @@ from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, Gradien
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import ModuleState, refuse_distributed
+from ppe_ddp.engine.module import ModuleState, check_apart, refuse_distributed
 from ppe_ddp.engine.negotiation import Agreement, Negotiation, await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Packing, Plan
@@ -197,6 +197,7 @@ class BucketSynchronizer(Synchronizer):
                 "DistributedOptimizer",
                 "give the optimizer itself the parameters; its state is split over mesh['tp'] as they are",
             )
+            check_apart(self._module_state)
             pairs = zip(self._module_state.names, self._module_state.parameters, strict=True)
             frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)
