@@ -127,6 +127,16 @@ class BucketSynchronizer(Synchronizer):
         """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.indices_of(module_state)
+        if self._where_used is not None:
+            now = WhereUsed(self._policy.average_where_used, module_state.names)  # type: ignore[arg-type]
+            lost = self._where_used.identities(self._module_state.parameters) - now.identities(module_state.parameters)
+            for name, parameter in zip(module_state.names, module_state.parameters, strict=True):
+                if id(parameter) in lost:
+                    raise ValueError(
+                        f"rank {self._groups.rank}: parameter {name!r} was averaged where it is used under another "
+                        "name, and no pattern of average_where_used fits this one: wrap the module anew, with one that "
+                        "does"
+                    )
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
