@@ -288,6 +288,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if torch.is_grad_enabled() and (reducer := self._used()) is not None:
             reducer.begin_step()
             reducer.synchronizer.times.begin_forward()
+            for outer_steps in list(vars(self).get("outer_steps", ())):
+                outer_steps.note_forward()
             # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
             if reducer.synchronizer.announce is not None and is_in_join(self):
                 Join.notify_join_context(self)

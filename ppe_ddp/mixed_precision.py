@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import GradBucket, MixedPrecision, ReduceFunction, Waitable
+from ppe_ddp.engine.module import CAST_OF
 from ppe_ddp.functions import declares, name_of
 from ppe_ddp.nested_tensors import mapped, tensors_in
 from ppe_ddp.torch_internals import at_end_of_backward, is_marked_ignored, parameter_table, uncompiled_hook
@@ -87,6 +88,7 @@ class _CastParameters:
                 if isinstance(parameter, nn.Parameter) and _is_cast(parameter, dtype):
                     if id(parameter) not in copies:
                         copies[id(parameter)] = parameter.to(dtype)
+                        setattr(copies[id(parameter)], CAST_OF, parameter)  # for a wrapper inside that looks for it
                     self._slots.append((owner, key, parameter, copies[id(parameter)]))
 
     def install(self) -> None:

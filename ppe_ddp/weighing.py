@@ -373,6 +373,10 @@ class WhereUsed:
         self._indices = [i for i, name in enumerate(names) if any(fits(name, pattern) for pattern in chosen)]
         self._nbytes = -(-len(self._indices) // 8)
 
+    def identities(self, parameters: Sequence[Any]) -> set[int]:
+        """The identities of those of all ``parameters`` that are averaged so."""
+        return {id(parameters[i]) for i in self._indices}
+
     def field(self, used: Collection[int]) -> bytes:
         """This rank's field in a vote; ``used`` has the parameters of which it has sent a gradient."""
         bits = "".join("01"[i in used] for i in self._indices)

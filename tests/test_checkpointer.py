@@ -155,9 +155,11 @@ def go_on_from_the_average(folder, steps):
     everyone = of_all_ranks(first.model.state_dict())
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        other = NoisyTraining(folder, seed=1, outer=3, group=group)
-        other.step(1)
+        other = NoisyTraining(folder, seed=1, outer=3, compressed=True, group=group)
+        other.step(3)
+        assert other.model.comm_state_dict()["parameters"]
         other.checkpointer.load()
+        assert not other.model.comm_state_dict()["parameters"]  # it is of what was trained before
         for name, value in other.model.state_dict().items():
             tables = [table[name].double() for table in everyone]
             mean = sum(tables) / 3 if value.is_floating_point() else tables[0]

@@ -14,6 +14,7 @@ from ppe_ddp import (
     Checkpointer,
     DisagreementError,
     DistributedOptimizer,
+    NonFiniteGradientError,
 )
 from ppe_ddp.megatron import (
     DistributedDataParallel,
@@ -329,6 +330,19 @@ def test_a_scaler_checks_experts_that_have_seen_no_token():
         assert norm.isfinite() == (step != 2)
         for was, parameter in zip(before, model.module.expert.parameters(), strict=True):
             assert torch.equal(was, parameter) == (not has_tokens or step == 2)
+
+
+@on_two_ranks
+def test_nan_in_an_expert_is_named_on_its_own_rank():
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
+    model, rank = DistributedDataParallel(None, config, Expert(), groups=groups), dist.get_rank()
+    if rank == 1:
+        model.module.expert.bias.register_hook(lambda gradient: gradient * float("nan"))
+    model(torch.ones(2, 4), has_tokens=True).sum().backward()
+    where = r"'expert\.bias'" if rank == 1 else "an expert"
+    with pytest.raises(NonFiniteGradientError, match=rf"rank 1 in {where} \(ranks of the 2 that average them"):
+        finalize_model_grads([model])
 
 
 @on_two_ranks

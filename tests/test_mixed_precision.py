@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mlp, seeded
+from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mlp, of_all_ranks, seeded
 from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, average
 from rank_tests import on_two_ranks
 
@@ -280,6 +280,18 @@ def test_hooks_see_the_parameters():
     wrapper.register_comm_hook(lambda model: seen.append([id(parameter) for parameter in model.parameters()]))
     loss(wrapper, dist.get_rank()).backward()
     assert seen == [parameters]
+
+
+@on_two_ranks
+def test_a_wrapper_inside_has_its_parameters_while_copies_are_in_their_place():
+    """Also where it lists them anew in the forward of the outer one, which averages over other ranks."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    inner = DistributedDataParallel(seeded(nn.Linear, 4, 4))
+    outer = nn.Sequential(inner, seeded(nn.Linear, 4, 4))
+    outer = DistributedDataParallel(outer, mixed_precision=_MixedPrecision(param_dtype=BF16), process_group=alone)
+    inner.module.bias.requires_grad_(False)
+    outer(data(3, 4)).float().sum().backward()
+    assert torch.equal(*of_all_ranks(inner.module.weight.grad))
 
 
 @on_two_ranks

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from one_process import data, mlp, seeded
 from optim_programs import Program, loss_of
 from optim_runners import ReferenceRunner, WrapperRunner, assert_same, hold, make_model
-from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
+from ppe_ddp import (
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    PeerAbortedError,
+    UnusableError,
+    megatron,
+)
 from ppe_ddp.optim.optimizer_state import described
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -423,6 +431,12 @@ def test_what_cannot_be_sharded_is_refused():
         DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))]), wrapper)
     with pytest.raises(TypeError, match="Linear cannot shard its gradients"):
         DistributedOptimizer(torch.optim.SGD, nn.Linear(2, 2))
+    tied = seeded(mlp, 6, 8, 6)
+    tied[2].weight.data = tied[0].weight.data.t()
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    for wrap in (DistributedDataParallel, partial(megatron.DistributedDataParallel, None, config)):
+        with pytest.raises(ValueError, match=r"parameters '0\.weight' and '2\.weight' share memory, so that shards"):
+            DistributedOptimizer(torch.optim.SGD, wrap(tied))
     outer = DistributedDataParallel(nn.Sequential(nn.Linear(3, 3), wrapper))
     with pytest.raises(ValueError, match="'1' in the module is wrapped, too"):
         DistributedOptimizer(torch.optim.SGD, outer, lr=1.0)

@@ -4,6 +4,7 @@ import copy
 import pickle
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -179,6 +180,42 @@ def test_what_changes_later_is_averaged(method, change, at):
         optimizer.step()
         assert (step + 1) % EVERY or same_on_all_ranks(net), step
     assert not torch.equal(before, net[0].weight)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_what_changes_later_is_averaged_where_another_optimizer_steps_first(method):
+    net = seeded(mlp, 8, 16, 4)
+    net[0].requires_grad_(False)
+    wrapper = DistributedDataParallel(net)
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net[0], net[2])]
+    method(wrapper, optimizers[1], every=EVERY)
+    for step in range(9):
+        if step == 3:
+            net[0].requires_grad_(True)
+        if step == 7:
+            wrapper.load_state_dict(seeded(mlp, 8, 16, 4).state_dict())
+        wrapper.zero_grad()
+        wrapper(data(4, 8, step=step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert (step + 1) % EVERY or same_on_all_ranks(net), step
+
+
+@on_two_ranks
+def test_a_frozen_layer_in_the_place_of_another_one_stays_as_it_is():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    DiLoCo(wrapper, optimizer, every=1)
+    for step in range(3):
+        if step == 1:
+            net[2] = nn.Linear(16, 4).requires_grad_(False)
+            wrapper.load_state_dict(seeded(mlp, 8, 16, 4).state_dict())
+        wrapper.zero_grad()
+        wrapper(data(4, 8, step=step)).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(net[2].weight, seeded(mlp, 8, 16, 4)[2].weight)
 
 
 @pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
@@ -615,6 +652,18 @@ def test_gradients_are_each_ranks_own_and_hooks_see_nothing_else():
     assert same_on_all_ranks(wrapper)
     with pytest.raises(UnusableError, match=r"join\(\) is not for LocalSGD, DiLoCo"), wrapper.join():
         pass
+
+
+def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
+    def fail():
+        raise UnusableError("the process group of this wrapper was destroyed")
+
+    module = nn.Linear(2, 2)
+    ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    LocalSGD(ddp, optimizer, every=1)
+    with pytest.raises(UnusableError, match=r"was destroyed\. If you no longer use it, call stop\(\) of its LocalSGD"):
+        optimizer.step()
 
 
 class Prepared(torch.optim.Optimizer):

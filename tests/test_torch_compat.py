@@ -179,15 +179,16 @@ def test_parameters_and_buffers_to_ignore(library):
     assert torch.equal(*variances)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @on_two_ranks
-def test_optimizers_of_apply_optimizer_in_backward():
+def test_optimizers_of_apply_optimizer_in_backward(hooked):
     # Here, as it warns of its own use of torch.jit when it is imported.
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     module = seeded(mlp, 4, 4, 2)
     twin = copy.deepcopy(module)
     inside = list(module[0].parameters())
-    settings = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}, "register_hook": False}
+    settings = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}, "register_hook": hooked}
     _apply_optimizer_in_backward(params=inside, **settings)
     wrapper = DistributedDataParallel(module)
     reference = torch.optim.SGD(twin[0].parameters(), lr=0.1)

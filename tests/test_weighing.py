@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from one_process import Routes, assert_gradients, data, gradients, mlp, seeded
@@ -563,6 +564,10 @@ def test_names_that_cannot_be_averaged_where_used():
     else:
         loss_of(wrapper, 0).backward()
     assert_gradients(wrapper.module, gradients_of_rank(0))
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 5, 2), average_where_used="*.weight")
+    prune.l1_unstructured(wrapper.module[0], "weight", 0.5)
+    with pytest.raises(ValueError, match=r"'0\.weight_orig' .* no pattern of average_where_used fits this one"):
+        wrapper(data(3, 4))
 
 
 @on_two_ranks

@@ -364,9 +364,11 @@ def try_in_backward_optimizers():
         simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
         from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     with_one, without = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1}, register_hook=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1})
     (optimizer,) = internals.in_backward_optimizers(with_one)
-    return isinstance(optimizer, torch.optim.SGD) and not internals.in_backward_optimizers(without)
+    with_one.sum().backward()
+    is_stepped = with_one.item() != 1.0 or with_one.grad is None
+    return isinstance(optimizer, torch.optim.SGD) and not (is_stepped or internals.in_backward_optimizers(without))
 
 
 def try_step_hooks():

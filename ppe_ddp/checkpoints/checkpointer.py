@@ -7,7 +7,7 @@ import operator
 import os
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,17 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
     else:
         fitting = fitting_state(saved, own)
     wrapper.load_comm_state_dict(fitting)
+
+
+def _forget_unsent(parts: Iterable[Any]) -> None:
+    """Let the compressors of wrappers among ``parts`` begin anew: what they have not sent is of another training."""
+    for wrapper in (one for one in parts if hasattr(one, "comm_state_dict")):
+        own = wrapper.comm_state_dict()
+        kept = [state for state in (own if isinstance(own, list) else [own]) if state.get("parameters")]
+        for state in kept:
+            state["parameters"] = {}
+        if kept:
+            wrapper.load_comm_state_dict(own)
 
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
@@ -362,6 +373,7 @@ class Checkpointer:
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)
+        self._ranks.from_each(lambda: _forget_unsent(self._given.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
 
@@ -369,9 +381,9 @@ class Checkpointer:
         if self._ranks.is_source:
             differing = [part.name for part in parts if isinstance(part, CommonPart) and part.differs]
             logger.warning(
-                "the checkpoint was saved by %d ranks, and %d load it: random states and positions are not loaded%s; a "
-                "model that was saved between two outer steps is averaged, and each rank gets the inner optimizer of "
-                "one rank",
+                "the checkpoint was saved by %d ranks, and %d load it: random states, positions and what compressors "
+                "had not sent are not loaded%s; a model that was saved between two outer steps is averaged, and each "
+                "rank gets the inner optimizer of one rank",
                 *(saved_by, self._ranks.size),
                 f", nor {', '.join(differing)}, whose states differ between ranks" if differing else "",
             )

@@ -139,7 +139,7 @@ class OuterSteps:
         ignored: Collection[str] = getattr(self.module, IGNORED_NAMES, ())
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name not in ignored:
+            if name not in ignored and isinstance(parameter, nn.Parameter):  # no copy in its place in a forward
                 names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 
@@ -155,6 +155,18 @@ class OuterSteps:
         self._restored.clear()
 
     @torch.no_grad()
+    def note_forward(self) -> None:
+        """Note before a forward what was unfrozen, added or loaded, as another optimizer may step before this one.
+
+        What is replaced may be so for this forward only (``functional_call``).
+        """
+        if self._is_stopped or self._averages or self._next:  # what has arrived is written first, before the next step
+            return
+        for name, parameter in self._parameters().items():
+            if self._last.get(name, (parameter,))[0] is parameter:
+                self._note(name, parameter)
+
+    @torch.no_grad()
     def _remember(self) -> None:
         """Copy parameters that were unfrozen, replaced or loaded since the last outer step, as its values."""
         self._update()
@@ -163,18 +175,23 @@ class OuterSteps:
                 self._watched.add(module)
                 self._handles.append(module.register_load_state_dict_pre_hook(self._loaded))
         for name, parameter in self._parameters().items():
-            known = self._last.get(name)
-            if known is not None and name in self._restored:
-                self._last[name] = parameter, known[1]
-                continue
-            if known is not None and known[0] is not parameter:
-                self._velocity.pop(name, None)
-                known = None
-            if known is not None and id(parameter) in self._loaded.identities:
-                known[1].copy_(parameter)
-            elif known is None and (parameter.requires_grad or parameter.grad is not None):
-                self._last[name] = parameter, parameter.detach().clone()
+            self._note(name, parameter)
         self._loaded.identities.clear()
+
+    def _note(self, name: str, parameter: nn.Parameter) -> None:
+        known, is_loaded = self._last.get(name), id(parameter) in self._loaded.identities
+        if known is not None and name in self._restored:
+            self._last[name] = parameter, known[1]
+            return
+        self._loaded.identities.discard(id(parameter))
+        if known is not None and known[0] is not parameter:
+            self._velocity.pop(name, None)
+            del self._last[name]  # one that is frozen is not averaged
+            known = None
+        if known is not None and is_loaded:
+            known[1].copy_(parameter)
+        elif known is None and (parameter.requires_grad or parameter.grad is not None):
+            self._last[name] = parameter, parameter.detach().clone()
 
     @uncompiled
     def _end_inner_step(self, optimizer: Optimizer) -> None:
@@ -217,7 +234,11 @@ class OuterSteps:
             except BaseException as error:
                 self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
                 raise
-            self._ddp.finish_grad_sync()
+            try:
+                self._ddp.finish_grad_sync()
+            except UnusableError as error:
+                title = type(self).__name__
+                raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
             self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
             if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
                 self._synchronized_at = self._steps

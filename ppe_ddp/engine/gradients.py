@@ -439,16 +439,22 @@ class FiniteCheck:
             is_found = bytes(rank == groups.rank and i in self._found for i in indices)
             exchange = negotiation.start(is_found, 0, is_vote=True)
             yield exchange.done
-            places.append(self._place(rank, [*compress(names, negotiation.finish(exchange, b"").mask)]))
+            found = [*compress(names, negotiation.finish(exchange, b"").mask)]
+            # Of experts only the rank itself knows the names here, as the others have other ones.
+            places.append(self._place(rank, found or (self._own_names if rank == groups.rank else ())))
         return self._error(places, ranks, groups)
 
     def error_alone(self, groups: Groups) -> NonFiniteGradientError:
         """The error in a group of one rank, which exchanges no names."""
-        return self._error([self._place(0, [self._names[i] for i in sorted(self._found)])], [0], groups)
+        return self._error([self._place(0, self._own_names)], [0], groups)
+
+    @property
+    def _own_names(self) -> Sequence[str]:
+        return [self._names[i] for i in sorted(self._found)]
 
     def _place(self, rank: int, names: Sequence[str]) -> str:
         more = f" and {len(names) - _NAMED} more" if names[_NAMED:] else ""
-        return f"rank {rank} in {', '.join(map(repr, names[:_NAMED]))}{more}"
+        return f"rank {rank} in {', '.join(map(repr, names[:_NAMED])) or 'an expert'}{more}"
 
     def _error(self, places: Sequence[str], ranks: Sequence[int], groups: Groups) -> NonFiniteGradientError:
         others = f", and {len(ranks) - len(places)} more ranks" if len(ranks) > len(places) else ""

@@ -7,7 +7,7 @@ parameter that is a DTensor, the local tensor is averaged.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
+from itertools import chain, pairwise
 from operator import is_
 from typing import Any
 
@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.plan import ParameterSpec, is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
+
+CAST_OF = "_ppe_ddp_cast_of"
+"""The attribute of a copy in another dtype, which is in the place of a parameter while a module runs: the parameter."""
 
 
 class ModuleState:
@@ -57,7 +60,8 @@ class ModuleState:
         for prefix, owner in modules:
             self._tables += parameter_table(owner), child_table(owner)
             dot = prefix + "." if prefix else ""
-            for name, parameter in parameter_table(owner).items():
+            for name, entry in parameter_table(owner).items():
+                parameter = getattr(entry, CAST_OF, entry)
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
                 if dot + name in self._ignored:
@@ -253,3 +257,18 @@ def refuse_distributed(distributed: Iterable[str], who: str, remedy: str) -> Non
     """Raise a ValueError that names the first of these DTensors, if there is one: ``who`` cannot take it."""
     for name in distributed:
         raise ValueError(f"{name} is a DTensor, which {who} does not take: {remedy}")
+
+
+def check_apart(module_state: ModuleState) -> None:
+    """Raise ValueError if trainable parameters share memory, of which ranks would own and update other parts each."""
+    places = [
+        (str(one.device), start, start + one.nbytes, name)
+        for name, one in zip(module_state.names, module_state.parameters, strict=True)
+        if one.requires_grad and is_non_overlapping_and_dense(one) and one.numel() and (start := one.data_ptr())
+    ]
+    for (device, _, stop, name), (other, start, _, second) in pairwise(sorted(places)):
+        if device == other and start < stop:
+            raise ValueError(
+                f"parameters {name!r} and {second!r} share memory, so that shards of one would overwrite those of the "
+                "other: make them one parameter (tied weights), or give each its own memory (.clone())"
+            )

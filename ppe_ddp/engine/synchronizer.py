@@ -34,7 +34,7 @@ from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, Gradien
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, lowest_digits
 from ppe_ddp.engine.memory import allocator
-from ppe_ddp.engine.module import ModuleState, refuse_distributed
+from ppe_ddp.engine.module import ModuleState, check_apart, refuse_distributed
 from ppe_ddp.engine.negotiation import Agreement, Negotiation, await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import Packing, Plan
@@ -128,6 +128,16 @@ class BucketSynchronizer(Synchronizer):
         """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""
         if self.sharded_parameters is not None:
             self.sharded_parameters.indices_of(module_state)
+        if self._where_used is not None:
+            now = WhereUsed(self._policy.average_where_used, module_state.names)  # type: ignore[arg-type]
+            lost = self._where_used.identities(self._module_state.parameters) - now.identities(module_state.parameters)
+            for name, parameter in zip(module_state.names, module_state.parameters, strict=True):
+                if id(parameter) in lost:
+                    raise ValueError(
+                        f"rank {self._groups.rank}: parameter {name!r} was averaged where it is used under another "
+                        "name, and no pattern of average_where_used fits this one: wrap the module anew, with one that "
+                        "does"
+                    )
 
     def use_module(self, module_state: ModuleState, streams: GradientStreams | None) -> None:
         """Synchronize the parameters of ``module_state`` from now on; gradients are accumulated on ``streams``."""
@@ -178,6 +188,7 @@ class BucketSynchronizer(Synchronizer):
                 "DistributedOptimizer",
                 "give the optimizer itself the parameters; its state is split over mesh['tp'] as they are",
             )
+            check_apart(self._module_state)
             pairs = zip(self._module_state.names, self._module_state.parameters, strict=True)
             frozen = [repr(name) for name, parameter in pairs if not parameter.requires_grad]
             self.negotiation.use_plug("a parameter that was frozen when the DistributedOptimizer was made:", *frozen)

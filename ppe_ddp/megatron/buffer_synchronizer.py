@@ -31,7 +31,7 @@ from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, GradientStreams
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.engine.memory import BucketBuffers, allocator
-from ppe_ddp.engine.module import ModuleState, refuse_distributed
+from ppe_ddp.engine.module import ModuleState, check_apart, refuse_distributed
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
@@ -72,6 +72,8 @@ class BufferSynchronizer(Synchronizer):
         self.module_state = ModuleState(setup.module)
         tensors = self.module_state.distributed_tensors()
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")
+        if config.use_distributed_optimizer:
+            check_apart(self.module_state)
         super().__init__(_duplicates(setup, default_group, self.module_state))
         self._names, self._parameters = self.module_state.names, self.module_state.parameters
         self.model_parallel = ModelParallel(setup.groups, default_group)
