@@ -43,7 +43,7 @@ from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
 from ppe_ddp.stragglers import RankTime
-from ppe_ddp.torch_internals import call_uncompiled, is_in_join, outside_inference, uncompiled
+from ppe_ddp.torch_internals import call_uncompiled, in_backward_optimizers, is_in_join, outside_inference, uncompiled
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -343,7 +343,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         Raises:
             UnusableError: ``ppe_ddp.elastic`` trains the wrapper, a ``DistributedOptimizer`` has its shards, or it has
-                a hook of pytorch-pfn-extras' kind.
+                a hook of pytorch-pfn-extras' kind or optimizers that step in backward.
         """
         if apart and self._reducer is not None and self._reducer.synchronizer.sharded_parameters is not None:
             raise UnusableError(
@@ -354,6 +354,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             raise UnusableError(
                 "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
                 "do not work with it"
+            )
+        if apart and any(map(in_backward_optimizers, self.module.parameters())):
+            raise UnusableError(
+                "LocalSGD, DiLoCo and train_apart() do not step optimizers of torch's _apply_optimizer_in_backward, "
+                "which step where a backward is averaged: give the parameters to an optimizer of your own"
             )
         if apart:
             self._hooks.refuse_sync()

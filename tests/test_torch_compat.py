@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from library_warnings import library_warnings
 from one_process import assert_gradients, assert_same_on_all_ranks, data, mean_gradients, mean_of, mlp, seeded, square
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, UnusableError
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -203,6 +203,8 @@ def test_optimizers_of_apply_optimizer_in_backward(hooked):
         for a, b in zip(module.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     torch.testing.assert_close(module[2].weight.grad, expected["2.weight"])
+    with pytest.raises(UnusableError, match="_apply_optimizer_in_backward"):
+        wrapper.train_apart()
 
 
 class Routes(nn.Module):

@@ -539,7 +539,7 @@ class Groups:
         """
         if phase == CLIP and (user := self.user()) is not None:
             user.note_failure()
-        if not self.is_duplicate or self.is_closed:
+        if not self.is_duplicate or self.is_closed or os.getpid() != self.pid:
             return None
         instead: PpeDdpError | None = None
         try:

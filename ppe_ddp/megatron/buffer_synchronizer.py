@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
@@ -317,8 +317,9 @@ class BufferSynchronizer(Synchronizer):
         # If results have arrived already, finish_grad_sync() raises the error.
         if self.is_sent and backward.is_manual and backward.phase is Phase.BEGUN:
             self._note_failure(AbortedError(reason))
-            for groups in self.groups:  # others may wait for this rank in their optimizer's step
-                groups.fail(AbortedError(reason), "finishing")
+            with ExitStack() as stack:  # others may wait in their optimizer's step; all are told, even if interrupted
+                for groups in reversed(self.groups):
+                    stack.callback(groups.fail, AbortedError(reason), "finishing")
             return True
         pending = self._pending_results
         try:

@@ -351,6 +351,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """Overwrite the parameters of all ranks by those of the first rank. All ranks must call this together.
 
         Dense parameters come from the first rank of ``groups.data``, experts from the first rank of ``groups.expert``.
+
+        Raises:
+            DisagreementError: Names, shapes or dtypes of parameters or buffers differ between the ranks, or options.
         """
         self.gradient_buffers.check()  # connects again where a rank has given a step up behind it
         for reduction_group in self.gradient_buffers.reduction_groups:

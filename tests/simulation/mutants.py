@@ -5,10 +5,7 @@ python -m tests.simulation.mutants --seeds 0:200
 These are not found, with the reason as far as it is known:
 
     what had come is lost when put back    few ranks hear of a failure between the two parts of a gradient
-    what was launched is not given back    only where the groups are a user's, to which 26 of 2,000 histories come
-    gradients that weigh nothing are not given back    the same
     counts of a failed step are kept       the next step begins without gradients, by which they are dropped, too
-    who fails does not let others complete 487 of 2,000 histories come there; why it makes no difference is not known
     split: who fails next ends this step   a rank must look while its last message is under way and another rank has
                                            failed in the next step: 1 of 230 histories made for that came there
 

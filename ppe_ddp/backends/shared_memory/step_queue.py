@@ -47,6 +47,7 @@ _Kind: Any = ReduceOp.RedOpType
 # The layout of a control page, in words of int64.
 _PUBLISHED, _ACTED, _CLOSED, _ACTING, _MESSAGES, _LEFT, _RECORDS, _PLACES, _WIDTH = 0, 8, 16, 17, 18, 19, 24, 64, 4
 _published, _acted, _closed, _acting = map(itemgetter, (_PUBLISHED, _ACTED, _CLOSED, _ACTING))
+_STEPS_BETWEEN_TRIMS = 1 << 10  # of memory for messages between nodes, of sizes that no step has any more
 _STAGES = 2  # pieces of tensors in other memory that are in flight at a time
 
 
@@ -320,6 +321,8 @@ class StepQueue:
             step.prepare(regions)
             step.records = records
         if isinstance(step, TwoLevelStep):
+            if launched.number % _STEPS_BETWEEN_TRIMS == 0:
+                self._messages.trim()
             launched.crossing = step.cross(self._links, self._messages)
             launched.crossed_at = perf_counter_ns() if begin else 0
         else:
