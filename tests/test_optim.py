@@ -288,6 +288,9 @@ def test_groups_added_later_and_parameters_in_two_optimizers():
     first.add_param_group({"params": ours[2:4], "lr": 0.2})
     with pytest.raises(ValueError, match=r"another group already: 2\.weight"):
         first.add_param_group({"params": [ours[2]]})
+    lamb = type("FusedLAMB", (torch.optim.SGD,), {})  # as another library has it
+    with pytest.raises(ValueError, match=r"FusedLAMB scales updates by norms .* element by element"):
+        DistributedOptimizer(lamb(wrapper.parameters()), wrapper)
     with pytest.raises(ValueError, match=r"shape \(3,\) that is none of the model's"):
         first.add_param_group({"params": [ours[4], nn.Parameter(torch.zeros(3))]})
     with pytest.raises(ValueError, match="with/without names"):

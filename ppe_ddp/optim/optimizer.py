@@ -38,6 +38,13 @@ _NOT_ELEMENTWISE = {
     "Adafactor": "keeps statistics of rows and columns",
     "Muon": "works on whole matrices",
     "SparseAdam": "wants sparse gradients",
+    # Of other libraries.
+    **dict.fromkeys(
+        ("LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "NovoGrad", "NvNovoGrad", "FusedNovoGrad"),
+        "scales updates by norms of whole parameters",
+    ),
+    **dict.fromkeys(("Shampoo", "SOAP"), "works on whole matrices"),
+    **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), "estimates its step size over all parameters"),
 }
 
 # By which torch's clip_grad_norm_() and its users find the norm of gradients.
