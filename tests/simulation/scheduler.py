@@ -7,6 +7,7 @@ of half an hour takes some hundred turns.
 """
 
 import contextlib
+import ctypes
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ _LEAP_SECONDS = 0.002  # the shortest leap of time when nothing happens ...
 _LEAP_PART = 0.35  # ... which grows with the time in which nothing has happened
 _HANG_SECONDS = 4000.0  # more than any timeout of a program
 _MOST_TURNS = 60_000
+_MOST_CPU_SECONDS = 20.0  # a long history takes one
 _FIRST_PID = 10_000_000  # no process of this system
 
 
@@ -179,7 +181,7 @@ class Scheduler:
             for rank, program in enumerate(programs):
                 self.spawn(rank, f"rank {rank}", program).is_main = True
             self._pass_on()
-            self._main.acquire()
+            self._await_end()
         finally:
             self.is_over = True
             for task in self._tasks:  # one after another, as ever
@@ -188,6 +190,15 @@ class Scheduler:
             Scheduler.current, self.task = None, None
         if self.failure is not None:
             raise self.failure
+
+    def _await_end(self):
+        """Wait for the end of the history; a rank that computes without end, and never waits, is stopped."""
+        began = time.process_time()
+        while not self._main.acquire(timeout=1.0):
+            if time.process_time() - began > _MOST_CPU_SECONDS and not self.is_over:
+                self._end("a rank neither waits nor ends", [self.task])
+                thread = ctypes.c_ulong(self.task.thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Stopped))
 
     def _run(self, task, run):
         task.baton.acquire()
