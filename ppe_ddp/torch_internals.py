@@ -311,15 +311,15 @@ def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
 
 
 def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:
-    """The optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` has attached to a parameter.
+    """The optimizers that ``torch.distributed.optim._apply_optimizer_in_backward`` has attached to a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", ())
 
-    It removes the hooks that would step them with this rank's own gradient, as torch's wrapper does.
-    """
-    found: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward") if found else None
+
+def remove_in_backward_hooks(parameter: Tensor) -> None:
+    """Remove the hooks that would step these optimizers with this rank's own gradient, as torch's wrapper does."""
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     for handle in module.param_to_optim_hook_handle_map.get(parameter, ()) if module is not None else ():
         handle.remove()
-    return found
 
 
 def step_hooks(optimizer: Optimizer) -> int:

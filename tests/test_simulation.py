@@ -1,8 +1,14 @@
 """Simulated ranks (tests/simulation): every order of events from a seed, against one process."""
 
 import subprocess
+import time
 from pathlib import Path
+from random import Random
+from unittest import mock
 
+import pytest
+
+from simulation import scheduler
 from subprocesses import warm_python
 
 ROOT = Path(__file__).parent.parent
@@ -43,3 +49,17 @@ def test_every_planted_bug_can_be_planted():
 def test_a_planted_bug_is_found():
     output, _ = simulate("tests.simulation.mutants", "--seeds", "0:5", "--only", "already is not negotiated")
     assert output.endswith("1 of 1 found\n"), output
+
+
+def test_a_rank_that_computes_without_end_is_stopped_and_named():
+    def spin():
+        end = time.monotonic() + 60  # without end, but for a scheduler that does not stop it
+        while time.monotonic() < end:
+            pass
+
+    history = scheduler.Scheduler(Random(0), [None, None], lambda world: None)
+    with (
+        mock.patch.object(scheduler, "_MOST_CPU_SECONDS", 0.1),
+        pytest.raises(scheduler.Unsound, match="a rank neither waits nor ends: rank 0 is in"),
+    ):
+        history.run([spin, lambda: history.sleep(1.0)])

@@ -366,6 +366,7 @@ def try_in_backward_optimizers():
     with_one, without = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1})
     (optimizer,) = internals.in_backward_optimizers(with_one)
+    internals.remove_in_backward_hooks(with_one)
     with_one.sum().backward()
     is_stepped = with_one.item() != 1.0 or with_one.grad is None
     return isinstance(optimizer, torch.optim.SGD) and not (is_stepped or internals.in_backward_optimizers(without))

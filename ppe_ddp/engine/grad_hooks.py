@@ -38,6 +38,7 @@ from ppe_ddp.torch_internals import (
     node_is_executed,
     post_accumulate_hooks,
     register_first_hook,
+    remove_in_backward_hooks,
     uncompiled_hook,
     without_torch_function,
 )
@@ -317,10 +318,12 @@ class UserGradHooks:
         self.tables = [table for _, _, table in self._tables]
         self.bare = [int(not is_frozen[i]) for i, _, _ in self._tables]  # their lengths with the library's hooks alone
         self._hooked: list[tuple[int, nn.Parameter]] = []
-        # torch's _apply_optimizer_in_backward(register_hook=False) leaves optimizers to the wrapper
+        # torch's _apply_optimizer_in_backward leaves these optimizers to the wrapper
         self._optimized = [
             (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
         ]
+        for _, parameter in self._optimized:
+            remove_in_backward_hooks(parameter)
         self.exist = bool(self._optimized)
         """Whether :meth:`run` has anything to call."""
         self.defer()

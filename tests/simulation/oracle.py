@@ -186,6 +186,7 @@ class Oracle:
         program, faults = self.program, self.run.faults
         results = [steps[number] for steps in self.run.results]
         raising = {f.rank for f in faults.fired if f.step == number and f.where in RAISING}
+        hooked = {f.rank for f in faults.fired if f.step == number and f.where is Where.HOOK}
         self.ahead = {f.rank for f in faults.fired if f.step == number + 1 and f.where in RAISING}
         interrupted = {f.rank for f in faults.fired if f.step == number and f.where is Where.INTERRUPT}
         dying = {f.rank: f.step for f in faults.fired if f.where is Where.DIES}
@@ -219,7 +220,7 @@ class Oracle:
             if errors or is_fatal:
                 self.has_failed = True
                 self.is_torn |= is_fatal and 0 < len(errors) < len(there)  # some have had the last word of who died
-                self._check_failed(place, there, raising, expectation, before, zeroing, is_fatal=is_fatal)
+                self._check_failed(place, there, raising, hooked, expectation, before, zeroing, is_fatal=is_fatal)
                 self.reference_zero()
                 return not any(step <= number for step in died)
             if len(there) < len(self.reference.present):
@@ -322,7 +323,7 @@ class Oracle:
         self.residuals = after
         return wrong
 
-    def _check_failed(self, place, there, raising, expectation, before, zeroing, *, is_fatal):
+    def _check_failed(self, place, there, raising, hooked, expectation, before, zeroing, *, is_fatal):
         """Some rank has failed: all the others are told by name, and each has what it had computed."""
         program = self.program
         several = len(program.recipes) > 1
@@ -330,8 +331,6 @@ class Oracle:
         is_clear = not (self.is_torn or program.adds_parts or any(word in place for word in SEVERAL))
         is_single = any(place.endswith(kind) for kind in _SINGLE)
         gone_on = {rank for rank, result in there.items() if result.error is None}
-        number = int(place.split()[1].partition(".")[0])
-        hooked = {f.rank for f in self.run.faults.fired if f.step == number and f.where is Where.HOOK}
         for rank, result in there.items():
             here, error = f"rank {rank}, {place}", result.error
             self._check_error(here, rank, error, raising, gone_on, is_fatal=is_fatal)
