@@ -24,6 +24,7 @@ from ppe_ddp.comm_hooks import NOT_GIVEN, Hooks
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
+from ppe_ddp.engine.grad_hooks import refuse_in_backward
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.module import ModuleState, check_gradient_dtypes, check_meshes
@@ -43,7 +44,7 @@ from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
 from ppe_ddp.stragglers import RankTime
-from ppe_ddp.torch_internals import call_uncompiled, in_backward_optimizers, is_in_join, outside_inference, uncompiled
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join, outside_inference, uncompiled
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -147,6 +148,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._written: list[str] = []  # submodules whose buffers are to be marked: after loading, or in a copy's start
         self._synchronizes = True
         self._is_copy = self._is_apart = False
+        self._outer_steps: list[Any] = []  # of LocalSGD or DiLoCo
         self._origin = "a new one" if dist.is_initialized() else f"wrapper {next(self._numbers)}"
         self._module_state = self._list_tensors()
         self._inputs = Inputs(module)
@@ -210,6 +212,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reducer.use_module(self._module_state)
         self._reducer.enabled = self.require_backward_grad_sync
         self._reducer.synchronizer.weights.is_refused = self._is_apart
+        self._compare_outer_steps()
         self._mark_written()
         self._use_hooks()
         if synchronize:
@@ -261,7 +264,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 module_state = self._list_tensors()
                 reducer.synchronizer.check_module(module_state)
             reducer.use_module(module_state)
-            self._hooks.comm_state.forget(self._module_state.removed_in(module_state))
+            if slices := self._hooks.comm_state.follow(self._module_state.renamed_in(module_state)):
+                reducer.synchronizer.negotiation.use_plug("the slices of the compressor's state", str({**slices}))
             self._module_state = module_state
             self._inputs.find_device(self.module)
         return reducer
@@ -288,7 +292,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if torch.is_grad_enabled() and (reducer := self._used()) is not None:
             reducer.begin_step()
             reducer.synchronizer.times.begin_forward()
-            for outer_steps in list(vars(self).get("outer_steps", ())):
+            for outer_steps in self._outer_steps:
                 outer_steps.note_forward()
             # torch does not reset the join configuration at the end of join(). DdpJoinHook resets ``announce``.
             if reducer.synchronizer.announce is not None and is_in_join(self):
@@ -355,12 +359,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 "ppe_ddp.elastic takes a synchronized backward again after a death: LocalSGD, DiLoCo and train_apart() "
                 "do not work with it"
             )
-        if apart and any(map(in_backward_optimizers, self.module.parameters())):
-            raise UnusableError(
-                "LocalSGD, DiLoCo and train_apart() do not step optimizers of torch's _apply_optimizer_in_backward, "
-                "which step where a backward is averaged: give the parameters to an optimizer of your own"
-            )
         if apart:
+            refuse_in_backward(self.module.parameters())
             self._hooks.refuse_sync()
         if apart != self._is_apart:
             self._hooks.comm_state.clear()
@@ -368,6 +368,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._options = replace(self._options, check_drift=False)
         if self._reducer is not None:
             self._reducer.synchronizer.train_apart(apart)
+
+    def _compare_outer_steps(self) -> None:
+        """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
+        if self._reducer is not None:
+            self._reducer.synchronizer.negotiation.use_plug("outer steps of", *map(repr, self._outer_steps))
 
     @uncompiled
     def start_grad_sync(self) -> None:
@@ -666,7 +671,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is not None:
             state["_written"] = self._reducer.synchronizer.written_buffers()
         state["_reducer"] = None
-        state.pop("outer_steps", None)
+        state["_outer_steps"] = []
         state["_is_copy"] = self._reducer is not None or self._is_copy
         del state["_module_state"]
         return state

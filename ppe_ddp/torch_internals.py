@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
@@ -315,9 +315,21 @@ def in_backward_optimizers(parameter: Tensor) -> Sequence[Optimizer]:
     return getattr(parameter, "_in_backward_optimizers", ())
 
 
+_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+
+
+def in_backward_table() -> Sized:
+    """What gets longer when parameters get :func:`in_backward_optimizers`: torch's table of these parameters.
+
+    As long as that is not imported, it is Python's table of modules.
+    """
+    module = sys.modules.get(_IN_BACKWARD)
+    return sys.modules if module is None else cast("Sized", module.param_to_acc_grad_map.data)
+
+
 def remove_in_backward_hooks(parameter: Tensor) -> None:
     """Remove the hooks that would step these optimizers with this rank's own gradient, as torch's wrapper does."""
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    module = sys.modules.get(_IN_BACKWARD)
     for handle in module.param_to_optim_hook_handle_map.get(parameter, ()) if module is not None else ():
         handle.remove()
 

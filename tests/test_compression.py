@@ -129,6 +129,44 @@ def test_without_loss_of_information_gradients_are_those_of_no_compression():
                     torch.testing.assert_close(one.grad, other.grad)
 
 
+def move(layers):
+    layers.add_module("moved", layers._modules.pop("0"))
+
+
+def swap(layers):
+    layers[0], layers[2] = layers[2], layers[0]
+
+
+def check_that_nothing_is_lost_of_what_is_renamed(rename):
+    """Account for each parameter, whatever its name: handed over, or kept."""
+    module, rank = seeded(mlp, 16, 16, 16), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    total, handed = {}, {}
+    for number in range(6):
+        if number == 3:
+            rename(module)
+
+        def step(model, rank, number=number):
+            model(data(5, 16, rank=rank, step=number)).pow(2).sum().backward()
+
+        expected = mean_gradients(module, step)
+        wrapper.zero_grad()
+        step(wrapper, rank)
+        for name, parameter in module.named_parameters():
+            total[parameter] = total.get(parameter, 0) + expected[name]
+            handed[parameter] = handed.get(parameter, 0) + parameter.grad
+    for name, kept in residuals(wrapper).items():
+        parameter = module.get_parameter(name)
+        torch.testing.assert_close(handed[parameter] + kept, total[parameter], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rename", [move, swap])
+@on_two_ranks
+def test_what_is_kept_follows_its_parameter_to_another_name(rename):
+    check_that_nothing_is_lost_of_what_is_renamed(rename)
+
+
 def train(wrapper, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()

@@ -181,6 +181,24 @@ def test_a_rank_that_cannot_count_its_tokens_is_named_and_no_rank_has_averages_o
 
 
 @on_two_ranks
+def test_tokens_that_only_some_ranks_have_given_are_an_error_on_all():
+    """No rank has averages of that step, unless they were waited for before; that no rank gives them is no error."""
+    rank, module = dist.get_rank(), Marked([])
+    model = DistributedDataParallel(PerToken(), DistributedDataParallelConfig(), module)
+    for step, given in enumerate([(0, 1), (0,), (), (1,), (0, 1)]):
+        model.zero_grad_buffer()
+        model(1.0 + rank).backward()
+        if step == 3:
+            model.start_grad_sync()
+        fails = len(given) == 1
+        text = rf"rank {given[0]} has given finalize_model_grads\(\) num_tokens, and rank .* has not" if fails else ""
+        with pytest.raises(DisagreementError, match=text) if fails else contextlib.nullcontext():
+            finalize_model_grads([model], torch.ones(1) if rank in given else None)
+        grad = 1.0 + rank if step == 1 else 1.5 if len(given) == 2 else 3.0
+        assert module.of_interest.main_grad.tolist() == [grad] * 12, step
+
+
+@on_two_ranks
 def test_an_interrupt_before_averages_are_waited_for_whose_error_is_kept_does_not_lose_them():
     """They are in flight: the next step waits for them first, and has its own averages."""
     rank, module = dist.get_rank(), Marked([])

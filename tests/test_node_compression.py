@@ -178,6 +178,12 @@ def nothing_is_lost_of_what_is_added():
         torch.testing.assert_close(handed[name] + kept[name], total, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("world", worlds((2, 1), (2, 2)), indirect=True)
+@pytest.mark.parametrize("rename", [flat.move, flat.swap])
+def test_what_is_kept_follows_its_parameter_to_another_name(world, rename):
+    call(world, flat.check_that_nothing_is_lost_of_what_is_renamed, rename)
+
+
 def layout_of():
     wrapper = wrapped(seeded(Routes, 16, 6), Seen())
     return hierarchy_of(wrapper._ready().groups.buckets).layout.nodes

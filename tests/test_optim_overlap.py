@@ -236,12 +236,32 @@ def net():
     return nn.Sequential(nn.Linear(4, 4), ReadsItsChild(), nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("kind", [DistributedDataParallel, MegatronDDP])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("apart", [True, False], ids=["two wrappers", "one wrapper"])
-@on_two_ranks
-def test_of_two_optimizers_the_first_fails_on_one_rank(apart, kind, overlap):
-    """It leaves the second out, whose gather the other rank has begun; the next step works, and brings everything."""
+def fail(*_):
+    raise ArithmeticError("planned")
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def failing_first(inner):
+    handle = inner.register_step_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def interrupted(place, _inner):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(ParameterGather, place, interrupt)
+        yield
+
+
+def check_two_optimizers(apart, kind, overlap, failing):
+    """The first fails on one rank; the next step works, and brings everything."""
     module = seeded(mlp, 4, 4, 2)
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=20)
     wrap = partial(MegatronDDP, None, config) if kind is MegatronDDP else DistributedDataParallel
@@ -249,13 +269,7 @@ def test_of_two_optimizers_the_first_fails_on_one_rank(apart, kind, overlap):
     models = [wrap(part) for part in (layers if apart else [module])]
     inner = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
     optimizers = [DistributedOptimizer(one, models[k * apart], overlap=overlap) for k, one in enumerate(inner)]
-
-    def fail(*_):
-        raise ArithmeticError("planned")
-
     for step in range(4):
-        culprit = step == 1 and dist.get_rank() == 0
-        handle = inner[0].register_step_pre_hook(fail) if culprit else None
         for model in models:
             model.zero_grad_buffer() if kind is MegatronDDP else model.zero_grad()
         try:
@@ -266,18 +280,39 @@ def test_of_two_optimizers_the_first_fails_on_one_rank(apart, kind, overlap):
             if kind is MegatronDDP:
                 for model in models:
                     model.finish_grad_sync()
-            for optimizer in optimizers:
-                optimizer.step()
-        except (ArithmeticError, PeerAbortedError):
+            with failing(inner[0]) if step == 1 and dist.get_rank() == 0 else contextlib.nullcontext():
+                for optimizer in optimizers:
+                    optimizer.step()
+        except (ArithmeticError, KeyboardInterrupt, PeerAbortedError):
             assert step == 1
-        if handle is not None:
-            handle.remove()
     for optimizer in optimizers:
         optimizer.synchronize()
     for parameter in module.parameters():
         everyone = [torch.empty_like(parameter) for _ in range(2)]
         dist.all_gather(everyone, parameter.detach())
         assert torch.equal(*everyone)
+
+
+each_kind = pytest.mark.parametrize("kind", [DistributedDataParallel, MegatronDDP])
+each_apart = pytest.mark.parametrize("apart", [True, False], ids=["two wrappers", "one wrapper"])
+
+
+@each_kind
+@pytest.mark.parametrize("overlap", [True, False])
+@each_apart
+@on_two_ranks
+def test_of_two_optimizers_the_first_fails_on_one_rank(apart, kind, overlap):
+    """It leaves the second out, whose gather the other rank has begun."""
+    check_two_optimizers(apart, kind, overlap, failing_first)
+
+
+@each_kind
+@pytest.mark.parametrize("place", ["_finish", "_install"])
+@each_apart
+@on_two_ranks
+def test_of_two_optimizers_the_first_is_interrupted_behind_its_last_message(apart, kind, place):
+    """The other rank has everything of the first, and waits in the second."""
+    check_two_optimizers(apart, kind, False, partial(interrupted, place))
 
 
 @on_two_ranks
@@ -331,10 +366,6 @@ def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_
 @on_two_ranks
 def test_who_is_interrupted_where_a_step_waits_for_the_one_before_tells_the_others():
     model, _, optimizer = stepped(True)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     for step in range(3):
         optimizer.zero_grad()
         model(X).sum().backward()

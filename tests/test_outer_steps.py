@@ -1,9 +1,11 @@
 """LocalSGD and DiLoCo against a training of all ranks in one process."""
 
 import copy
+import gc
 import pickle
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from torch import nn
 
 from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
-from ppe_ddp import DistributedDataParallel, PeerAbortedError, UnusableError, weigh
+from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK, Uncompressed
 from ppe_ddp.compression.outer_steps import OuterSteps
 from rank_tests import on_three_ranks, on_two_ranks
@@ -660,6 +662,7 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
 
     module = nn.Linear(2, 2)
     ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail)
+    ddp._outer_steps, ddp._compare_outer_steps = [], lambda: None
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     LocalSGD(ddp, optimizer, every=1)
     with pytest.raises(UnusableError, match=r"was destroyed\. If you no longer use it, call stop\(\) of its LocalSGD"):
@@ -697,3 +700,108 @@ def test_another_optimizer_of_the_model_keeps_its_gradients_and_takes_no_outer_s
     later.stop()
     copy.deepcopy(wrapper)
     DiLoCo(wrapper, other, every=1)
+
+
+def steps(wrapper, optimizer, count):
+    """Take these steps, one after another; yields the number of each behind it."""
+    for number in range(count):
+        optimizer.zero_grad()
+        wrapper(data(4, 8, step=number)).square().mean().backward()
+        optimizer.step()
+        yield number
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("is_alone", [False, True])
+@on_two_ranks
+def test_an_optimizer_that_is_made_anew_without_them_is_an_error_and_with_them_the_ranks_come_together(
+    method, is_alone
+):
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    method(wrapper, optimizer, every=EVERY)
+    done = [*steps(wrapper, optimizer, EVERY + 1)]
+    is_new = not is_alone or dist.get_rank() == 1
+    if is_new:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        gc.collect()
+    remedy = f"Make a {method.__name__} of the optimizer that you use, on all ranks"
+    with pytest.raises(UnusableError if is_new else PeerAbortedError, match=remedy):
+        done.extend(steps(wrapper, optimizer, EVERY + 1))
+    assert len(done) == (2 * EVERY + 1 if is_new else EVERY + 2)
+    assert not same_on_all_ranks(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    method(wrapper, optimizer, every=EVERY)
+    for number in steps(wrapper, optimizer, 2 * EVERY):
+        assert same_on_all_ranks(net) is ((number + 1) % EVERY == 0)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_those_made_anew_with_their_optimizer_between_two_outer_steps_go_on_from_the_last_one(method):
+    wrapper, made = DistributedDataParallel(seeded(mlp, 8, 16, 4)), []
+    for count in (EVERY + 1, EVERY):
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        made.append(method(wrapper, optimizer, every=EVERY))
+        assert len([*steps(wrapper, optimizer, count)]) == count
+    assert same_on_all_ranks(wrapper)
+    for outer in made:
+        assert not wrapper.require_backward_grad_sync
+        outer.stop()
+    assert wrapper.require_backward_grad_sync
+
+
+@on_two_ranks
+def test_other_optimizers_of_the_same_parameters_are_no_error_beside_the_one_that_is_counted_or_without_the_wrapper():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    counted, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    outer = LocalSGD(wrapper, counted, every=1)
+    for number in range(4):
+        counted.zero_grad()
+        wrapper(data(4, 8, step=number)).square().mean().backward()
+        other.step()
+        counted.step()
+    assert same_on_all_ranks(net)
+    for number in range(4):  # the wrapper may have been dropped, and not be collected yet
+        net(data(4, 8, step=number)).square().mean().backward()
+        other.step()
+    outer.stop()
+
+
+AT_ODDS = {
+    "every": (partial(LocalSGD, every=2), partial(LocalSGD, every=3)),
+    "lr": (partial(DiLoCo, every=2), partial(DiLoCo, every=2, lr=0.5)),
+    "momentum": (partial(DiLoCo, every=2), partial(DiLoCo, every=2, momentum=0.5)),
+    "method": (partial(LocalSGD, every=2), partial(DiLoCo, every=2)),
+    "one rank": (partial(LocalSGD, every=2), None),
+}
+
+
+@pytest.mark.parametrize("what", AT_ODDS)
+@on_two_ranks
+def test_ranks_whose_outer_steps_differ_are_told_so(what):
+    wrapper, make = DistributedDataParallel(seeded(nn.Linear, 8, 4)), AT_ODDS[what][dist.get_rank()]
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    outer = None if make is None else make(wrapper, optimizer)
+    with pytest.raises(DisagreementError, match=r"outer steps of (LocalSGD|DiLoCo)\(every="):
+        [*steps(wrapper, optimizer, 4)]
+    if outer is not None:
+        outer.stop()
+    optimizer.zero_grad()
+    wrapper(data(4, 8)).square().mean().backward()
+    assert_same_on_all_ranks(wrapper.module)
+
+
+@on_two_ranks
+def test_a_forward_looks_at_parameters_only_where_the_wrapper_lists_them_anew():
+    net, looks = seeded(nn.Linear, 8, 4), []
+    wrapper = DistributedDataParallel(net)
+    LocalSGD(wrapper, torch.optim.SGD(net.parameters(), lr=0.1), every=1)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(OuterSteps, "_note", lambda _self, name, _parameter: looks.append(name))
+        for count in (2, 2, 4, 4):
+            net.bias.requires_grad_(count == 2)
+            wrapper(data(4, 8))
+            assert looks == ["weight", "bias"] * (count // 2)

@@ -180,31 +180,57 @@ def test_parameters_and_buffers_to_ignore(library):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("attached", ["before wrapping", "before the first step", "later", "in a forward"])
 @on_two_ranks
-def test_optimizers_of_apply_optimizer_in_backward(hooked):
+def test_optimizers_of_apply_optimizer_in_backward(attached, hooked):
     # Here, as it warns of its own use of torch.jit when it is imported.
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     module = seeded(mlp, 4, 4, 2)
     twin = copy.deepcopy(module)
-    inside = list(module[0].parameters())
-    settings = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}, "register_hook": hooked}
-    _apply_optimizer_in_backward(params=inside, **settings)
+    inside, is_early = list(module[0].parameters()), attached.startswith("before")
+
+    def attach(*_):
+        settings = {"optimizer_class": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}, "register_hook": hooked}
+        _apply_optimizer_in_backward(params=inside, **settings)
+
+    if attached == "before wrapping":
+        attach()
     wrapper = DistributedDataParallel(module)
+    if attached == "before the first step":
+        attach()
     reference = torch.optim.SGD(twin[0].parameters(), lr=0.1)
     for step in range(4):
+        if step == 2 and attached == "later":
+            attach()
+        handle = module.register_forward_hook(attach) if step == 2 and attached == "in a forward" else None
         expected = mean_gradients(twin, lambda m, rank, s=step: square(m, rank, s))
         for name, parameter in twin.named_parameters():
-            parameter.grad = expected[name]
+            parameter.grad = expected[name] if is_early or step > 1 else None
         reference.step()
         wrapper.zero_grad()
         square(wrapper, dist.get_rank(), step)
-        assert all(parameter.grad is None for parameter in inside)
+        if handle is not None:
+            handle.remove()
+        assert all((parameter.grad is None) is (is_early or step > 1) for parameter in inside)
         for a, b in zip(module.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(a, b)
     torch.testing.assert_close(module[2].weight.grad, expected["2.weight"])
     with pytest.raises(UnusableError, match="_apply_optimizer_in_backward"):
         wrapper.train_apart()
+
+
+@on_two_ranks
+def test_optimizers_of_apply_optimizer_in_backward_that_come_where_ranks_train_apart_are_refused():
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    wrapper.train_apart()
+    square(wrapper, dist.get_rank())
+    _apply_optimizer_in_backward(torch.optim.SGD, wrapper.module[0].parameters(), {"lr": 0.1})
+    for _ in range(2):
+        with pytest.raises(UnusableError, match="do not step optimizers of torch's _apply_optimizer_in_backward"):
+            square(wrapper, dist.get_rank())
 
 
 class Routes(nn.Module):

@@ -364,12 +364,15 @@ def try_in_backward_optimizers():
         simplefilter("ignore", DeprecationWarning)  # torch's own, of torch.jit.script
         from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
     with_one, without = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    before = len(internals.in_backward_table())
     _apply_optimizer_in_backward(torch.optim.SGD, [with_one], {"lr": 0.1})
     (optimizer,) = internals.in_backward_optimizers(with_one)
     internals.remove_in_backward_hooks(with_one)
     with_one.sum().backward()
     is_stepped = with_one.item() != 1.0 or with_one.grad is None
-    return isinstance(optimizer, torch.optim.SGD) and not (is_stepped or internals.in_backward_optimizers(without))
+    is_counted = len(internals.in_backward_table()) == before + 1
+    is_found = isinstance(optimizer, torch.optim.SGD) and not internals.in_backward_optimizers(without)
+    return is_counted and is_found and not is_stepped
 
 
 def try_step_hooks():

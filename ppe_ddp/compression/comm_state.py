@@ -84,11 +84,21 @@ class CommState:
         self._taken = {}
         self.put_back()
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Drop the residuals of the parameters ``names``, which others have replaced."""
-        for states in (self._of, self._before, self._taken):
-            for name in names:
-                states.get(name, {}).pop(RESIDUAL, None)
+    def follow(self, renamed: Mapping[str, str | None]) -> Mapping[str, int]:
+        """Keep residuals, and where they are, under the new names of parameters; drop those that have None.
+
+        The rest of the state stays with the name: it is the same on all ranks, and a rank may have replaced what
+        another one has renamed. Returns the slice of each parameter if there are slices, which all ranks must agree on.
+        """
+        if renamed:
+            self.decide()  # an earlier step may be undecided, and has the names of before
+        found = {new: (self.of(old).pop(RESIDUAL, None), self.owners.of(old)) for old, new in renamed.items()}
+        followed = {name: one for name, one in found.items() if name is not None}
+        self.owners.of_names |= {name: index for name, (_, index) in followed.items() if self.owners.of_names}
+        for name, (residual, _) in followed.items():
+            if residual is not None:
+                self.of(name)[RESIDUAL] = residual
+        return self.owners.of_names if followed else {}
 
     def clear(self) -> None:
         """Drop the state of all parameters, as another kind of values is sent from now on."""
@@ -231,7 +241,7 @@ class CommState:
 
 def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook before a step, which notes parameters with gradients. Megatron's wrapper leaves ``.grad`` None."""
-    own = _parameters_of(optimizer)
+    own = parameters_of(optimizer)
     begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
 
 
@@ -242,7 +252,7 @@ def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: obj
     """
     if not getattr(optimizer, "found_inf", None):
         _note_gradients(begun, optimizer)  # those that the step's closure has computed
-        updated.update(begun.intersection(map(id, _parameters_of(optimizer))))
+        updated.update(begun.intersection(map(id, parameters_of(optimizer))))
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:
@@ -250,8 +260,8 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
-    # The groups of a DistributedOptimizer have master weights instead of parameters.
+def parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
+    """The parameters that ``optimizer`` updates; the groups of a DistributedOptimizer have master weights instead."""
     parameters: Sequence[Tensor] | None = getattr(optimizer, "model_parameters", None)
     return [one for group in optimizer.param_groups for one in group["params"]] if parameters is None else parameters
 

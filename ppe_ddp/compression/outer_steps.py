@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.compression.comm_state import parameters_of
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
 
@@ -27,8 +29,11 @@ class Synchronizing(Protocol):
 
     module: nn.Module
     _hooks: Any
+    _module_state: Any
+    _outer_steps: list[OuterSteps]
 
     def train_apart(self, apart: bool = ...) -> None: ...
+    def _compare_outer_steps(self) -> None: ...
     def finish_grad_sync(self) -> None: ...
     def abort_grad_sync(self, reason: str) -> None: ...
 
@@ -37,15 +42,17 @@ class OuterSteps:
     """Counts the steps of an optimizer, and takes an outer step on all ranks after each ``every`` of them.
 
     Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
-    ranks must make it together, and run the same number of inner steps; a step that a ``GradScaler`` skips counts.
-    ``.grad`` of the optimizer's parameters is None after an outer step. Parameters that are unfrozen, added or replaced
-    are averaged from then on; new ones must be the same on all ranks. One that has always been frozen is not averaged:
-    if the program changes it itself (the mean teacher of BYOL or DINO), each rank keeps its own. If
-    ``load_state_dict()`` loads parameters, the same on all ranks, the next outer step begins from these.
+    ranks must make it together, with the same arguments, and run the same number of inner steps; a step that a
+    ``GradScaler`` skips counts. ``.grad`` of the optimizer's parameters is None after an outer step. Parameters that
+    are unfrozen, added or replaced are averaged from then on; new ones must be the same on all ranks. One that has
+    always been frozen is not averaged: if the program changes it itself (the mean teacher of BYOL or DINO), each rank
+    keeps its own. If ``load_state_dict()`` loads parameters, the same on all ranks, the next outer step begins from
+    these.
 
     If a model has several optimizers, make it on the one that steps last: an outer step averages all parameters of the
-    wrapper. The optimizer updates whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as
-    ``prepare()`` returns it. Arguments are those of :class:`DiLoCo`.
+    wrapper. If you make the optimizer anew, make this anew, too; else its steps are an error. The optimizer updates
+    whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as ``prepare()`` returns it. Arguments
+    are those of :class:`DiLoCo`.
     """
 
     def __init__(
@@ -76,6 +83,9 @@ class OuterSteps:
         self._next: tuple[str, Tensor, Tensor | None] | None = None
         self._loaded = _LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._listed: object = None  # the wrapper's list of parameters in its last forward
+        self._forwards = self._steps_of_others = 0  # since the last step that was counted
+        self._of_others: RemovableHandle | None = None  # of a hook that counts them
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
@@ -106,6 +116,9 @@ class OuterSteps:
         """Whether ``module`` is or contains the module whose parameters are averaged."""
         return any(one is self.module for one in module.modules())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(every={self._every}, lr={self._lr}, momentum={self._momentum})"
+
     def _refuse_shared(self, others: Sequence[OuterSteps]) -> None:
         for other in others:
             if (shared := self._shared_with(other)) is not None:
@@ -116,12 +129,21 @@ class OuterSteps:
                 )
 
     def _replace_others(self, ddp: Synchronizing) -> None:
-        """Let those of other optimizers, which may not be used any more, raise in the next step of theirs."""
-        of_wrapper: weakref.WeakSet[OuterSteps] = vars(ddp).setdefault("outer_steps", weakref.WeakSet())
-        for other in of_wrapper:
-            if self._shared_with(other) is not None:
+        """Let those of other optimizers, which may not be used any more, raise in the next step of theirs.
+
+        The wrapper holds those that are in use: nothing else might, once their optimizer is made anew.
+        """
+        for other in [*ddp._outer_steps]:
+            if is_replaced := self._shared_with(other) is not None:
                 other._later = type(self).__name__
-        of_wrapper.add(self)
+            if is_replaced or not self._updated().isdisjoint(other._updated()):
+                ddp._outer_steps.remove(other)
+                other._remember()
+                if other.is_between or other._forwards:  # the ranks may differ, so begin where they did not
+                    self._last = {**other._last}
+                other._forget_others()
+        ddp._outer_steps.append(self)
+        ddp._compare_outer_steps()
 
     def _shared_with(self, other: OuterSteps) -> str | None:
         """A parameter of which ``other``, too, would take an outer step. Averaging twice does no harm."""
@@ -160,8 +182,13 @@ class OuterSteps:
 
         What is replaced may be so for this forward only (``functional_call``).
         """
-        if self._is_stopped or self._averages or self._next:  # what has arrived is written first, before the next step
-            return
+        self._forwards += 1
+        if self._forwards >= self._every and self._of_others is None:
+            self._of_others = register_optimizer_step_pre_hook(partial(_note_other, weakref.ref(self)))
+        listed = self._ddp._module_state
+        if self._averages or self._next or (listed is self._listed and not self._loaded.identities):
+            return  # what has arrived is written first, before the next step
+        self._listed = listed
         for name, parameter in self._parameters().items():
             if self._last.get(name, (parameter,))[0] is parameter:
                 self._note(name, parameter)
@@ -203,11 +230,34 @@ class OuterSteps:
             take_scale(optimizer)
             raise
 
+    def note_step_of_other(self, optimizer: Optimizer) -> None:
+        """Raise if ``optimizer`` updates the parameters in place of the one whose steps are counted."""
+        averaged = set(self._ddp._module_state.parameters)
+        if (averaged & self._updated() or averaged).isdisjoint(parameters_of(optimizer)):
+            return
+        self._steps_of_others += 1
+        if self._steps_of_others > 1:  # one may be that of an optimizer that steps before the one that is counted
+            title = type(self).__name__
+            error = UnusableError(
+                f"no outer step follows any more, and each rank trains by itself: for {self._every} steps parameters "
+                f"have been updated by another optimizer ({type(optimizer).__name__}) than that of this {title}. Make "
+                f"a {title} of the optimizer that you use, on all ranks, or call synchronize() and stop() of this one"
+            )
+            self._ddp.abort_grad_sync(str(error))
+            raise error
+
+    def _forget_others(self) -> None:
+        self._forwards = self._steps_of_others = 0
+        if self._of_others is not None:
+            self._of_others.remove()
+            self._of_others = None
+
     def count(self) -> None:
         """Count one inner step, and take the outer step that follows it."""
         if self._is_stopped:
             return
         self._steps += 1
+        self._forget_others()
         if self._steps % self._every == 0:
             self.synchronize()
 
@@ -219,6 +269,7 @@ class OuterSteps:
         If it fails, the parameters do not change on any rank, and ``.grad`` of the optimizer's parameters is None. If a
         rank fails or is interrupted after the averages have arrived, it completes the outer step before its next step.
         """
+        self._forget_others()
         parameters: dict[str, nn.Parameter] = {}
         of_others: dict[str, Tensor | None] = {}
         try:
@@ -295,9 +346,12 @@ class OuterSteps:
         for handle in self._handles:
             handle.remove()
         self._is_stopped = True
+        self._forget_others()
         self._of_optimizer.remove(self)
-        if self._later is None:
-            self._ddp.train_apart(False)
+        if self in self._ddp._outer_steps:
+            self._ddp._outer_steps.remove(self)
+        self._ddp.train_apart(bool(self._ddp._outer_steps))
+        self._ddp._compare_outer_steps()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
@@ -333,6 +387,13 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     optimizer = _stepping(optimizer)
     found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
     return found
+
+
+@uncompiled
+def _note_other(owner: weakref.ref[OuterSteps], optimizer: Optimizer, *_: object) -> None:
+    """A hook before a step of any optimizer."""
+    if (self := owner()) is not None and optimizer is not self._optimizer:
+        self.note_step_of_other(optimizer)
 
 
 def _stepping(optimizer: Any) -> Any:

@@ -17,7 +17,7 @@ import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import compress, repeat
 from operator import contains, is_, setitem
 from typing import Any
@@ -34,6 +34,7 @@ from ppe_ddp.errors import TorchChangedError, UnusableError
 from ppe_ddp.torch_internals import (
     accumulates_below,
     in_backward_optimizers,
+    in_backward_table,
     is_in_backward,
     node_is_executed,
     post_accumulate_hooks,
@@ -314,24 +315,31 @@ class UserGradHooks:
             tables = [post_accumulate_hooks(parameter) for parameter in parameters]
             is_frozen = [not parameter.requires_grad for parameter in parameters]
         # A parameter without a table needs no gradient. When that changes, the wrapper makes a new UserGradHooks.
+        self._parameters = parameters
         self._tables = [(i, parameters[i], table) for i, table in enumerate(tables) if table is not None]
-        self.tables = [table for _, _, table in self._tables]
+        self.tables: list[Sized] = [*(table for _, _, table in self._tables), ()]
         self.bare = [int(not is_frozen[i]) for i, _, _ in self._tables]  # their lengths with the library's hooks alone
+        self.bare.append(-1)  # the last table is in_backward_table()
         self._hooked: list[tuple[int, nn.Parameter]] = []
-        # torch's _apply_optimizer_in_backward leaves these optimizers to the wrapper
-        self._optimized = [
-            (i, parameter) for i, parameter in enumerate(parameters) if in_backward_optimizers(parameter)
-        ]
-        for _, parameter in self._optimized:
-            remove_in_backward_hooks(parameter)
-        self.exist = bool(self._optimized)
+        self._optimized: list[tuple[int, nn.Parameter]] = []
+        self.exist = False
         """Whether :meth:`run` has anything to call."""
         self.defer()
+        self.bare[-1] = -1  # torch, too, looks again in the first forward
 
-    def defer(self) -> None:
-        """Defer the hooks that were registered since the last call."""
+    def defer(self, *, is_apart: bool = False) -> None:
+        """Defer the hooks that were registered, and take the optimizers that were attached, since the last call.
+
+        Raises UnusableError for such optimizers if backwards are not synchronized (``is_apart``).
+        """
         if not self.exist and list(map(len, self.tables)) == self.bare:
             return
+        # torch's _apply_optimizer_in_backward leaves these optimizers to the wrapper
+        self._optimized = [(i, one) for i, one in enumerate(self._parameters) if in_backward_optimizers(one)]
+        for _, parameter in self._optimized:
+            remove_in_backward_hooks(parameter)
+        self.tables[-1] = in_backward_table()
+        self.bare[-1] = len(self.tables[-1])
         self._hooked.clear()
         for i, parameter, table in self._tables:
             users = [(key, hook) for key, hook in table.items() if _owner_of(hook) is None]
@@ -345,6 +353,8 @@ class UserGradHooks:
                 if not isinstance(hook, _DeferredHook):
                     table[key] = _DeferredHook(hook)
         self.exist = bool(self._hooked or self._optimized)
+        if is_apart:
+            refuse_in_backward(parameter for _, parameter in self._optimized)
 
     @torch.no_grad()  # as autograd calls them
     def run(self, averaged: bytes, turn: Turn | None) -> None:
@@ -366,6 +376,15 @@ class UserGradHooks:
                 for optimizer in in_backward_optimizers(parameter):
                     optimizer.step()
                 parameter.grad = None
+
+
+def refuse_in_backward(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise UnusableError if torch's ``_apply_optimizer_in_backward`` has attached an optimizer to one of these."""
+    if any(map(in_backward_optimizers, parameters)):
+        raise UnusableError(
+            "LocalSGD, DiLoCo and train_apart() do not step optimizers of torch's _apply_optimizer_in_backward, "
+            "which step where a backward is averaged: give the parameters to an optimizer of your own"
+        )
 
 
 def _owner_of(hook: Any) -> weakref.ref[Owner] | None:

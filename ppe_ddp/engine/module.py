@@ -78,10 +78,11 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
-    def removed_in(self, later: ModuleState) -> list[str]:
-        """The names of parameters that are not in ``later``, or are others there."""
-        now = dict(zip(later.names, later.parameters, strict=True))
-        return [name for name, one in zip(self.names, self.parameters, strict=True) if now.get(name) is not one]
+    def renamed_in(self, later: ModuleState) -> dict[str, str | None]:
+        """The parameters that have other names in ``later``: the new name by the old one, None for those not there."""
+        now = dict(zip(map(id, later.parameters), later.names, strict=True))
+        names = {name: now.get(id(one)) for name, one in zip(self.names, self.parameters, strict=True)}
+        return {name: new for name, new in names.items() if new != name}
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters, with the local tensor in place of each DTensor."""

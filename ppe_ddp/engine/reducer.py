@@ -190,7 +190,7 @@ class Reducer(Generic[C]):
     def before_forward(self) -> None:
         """Note that this wrapper is used now, and defer hooks that the user has added since the last forward."""
         self.shared.use()
-        self._user_grad_hooks.defer()
+        self._user_grad_hooks.defer(is_apart=self.synchronizer.weights.is_refused)
 
     def watch(self, outputs: Any, *, is_training: bool) -> Any:
         """Watch the ``outputs`` of one forward of the module, so that a backward that reaches one begins here.

@@ -10,7 +10,7 @@ one order that is the same on every rank. So no rank waits in one group for a ra
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
 
+from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.engine.backward import RAISED, Backward, Phase, Synchronizer
 from ppe_ddp.engine.bucket import Bucket, BucketContext, LaunchSchedule, buckets_of_plans
@@ -32,10 +33,18 @@ from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.engine.memory import BucketBuffers, allocator
 from ppe_ddp.engine.module import ModuleState, check_apart, refuse_distributed
+from ppe_ddp.engine.negotiation import all_reduced, await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shard_collectives import HALVES, ReduceScatter
-from ppe_ddp.errors import AbortedError, CommunicationError, PeerAbortedError, PpeDdpError, UnusableError
+from ppe_ddp.errors import (
+    AbortedError,
+    CommunicationError,
+    DisagreementError,
+    PeerAbortedError,
+    PpeDdpError,
+    UnusableError,
+)
 from ppe_ddp.functions import own_function
 from ppe_ddp.megatron.config import Setup
 from ppe_ddp.megatron.gradient_buffers import (
@@ -106,7 +115,8 @@ class BufferSynchronizer(Synchronizer):
         self.error: Exception | None = None  # of any rank, to be raised once
         self._pending_results: tuple[Completion, Backward] | None = None
         self._holds_averages = False
-        self._numbers: list[Tensor] = []
+        self._counts_tokens = sums
+        self._numbers: list[Callable[[], Steps]] = []  # each sums one
         self.is_sent = False
 
     def __del__(self) -> None:
@@ -419,13 +429,17 @@ class BufferSynchronizer(Synchronizer):
             group.groups.note(last)
 
     @contextmanager
-    def completed_by(self, numbers: Sequence[Tensor]) -> Generator[None, None, None]:
-        """A context for waiting for results, in which ``numbers`` are summed before averages are written.
+    def completed_by(self, counts: Tensor | None, num_tokens: Tensor | None) -> Generator[None, None, None]:
+        """A context for waiting for results, in which these are summed over the ranks before averages are written.
 
         So a rank that fails in these sums fails in the step, which all ranks drop. Results that were waited for earlier
         are in ``main_grad`` already, and remain there if these sums fail.
         """
-        self._numbers = list(numbers) if self.groups[0].world_size > 1 else []
+        if self.groups[0].world_size > 1:
+            if counts is not None:
+                self._numbers.append(partial(self._sum, counts))
+            if self._counts_tokens or num_tokens is not None:  # who has forgotten them takes part: all hear of it
+                self._numbers.append(partial(self._sum_tokens, num_tokens))
         try:
             yield
             if self._numbers:
@@ -444,13 +458,32 @@ class BufferSynchronizer(Synchronizer):
         self.groups[0].note(Activity.SUMMED)
 
     def _sum_numbers(self) -> Steps:
-        groups = self.groups[0]
         while self._numbers:
-            groups.note(Activity.SUM)
-            number = self._numbers.pop()
-            pending = dist.all_reduce(number, group=groups.buckets, async_op=True)
-            yield probe(pending)
-            groups.failures.wait(pending, number.device)
+            self.groups[0].note(Activity.SUM)
+            yield from self._numbers.pop()()
+
+    def _sum(self, number: Tensor) -> Steps:
+        groups = self.groups[0]
+        pending = dist.all_reduce(number, group=groups.buckets, async_op=True)
+        yield probe(pending)
+        groups.failures.wait(pending, number.device)
+
+    def _sum_tokens(self, num_tokens: Tensor | None) -> Steps:
+        groups, cpu = self.groups[0], torch.device("cpu")
+        message = allocator(groups.control)(2, torch.float64, cpu)
+        own = [0.0, 0.0] if num_tokens is None else [num_tokens.item(), 1.0]
+        message.copy_(torch.tensor(own, dtype=torch.float64, device=cpu))
+        yield from all_reduced(message, groups)
+        total, ranks = message.tolist()
+        if 0 < ranks < groups.world_size:
+            have_given = all_gather_json(num_tokens is not None, groups.control)
+            await_all(groups)
+            raise DisagreementError(
+                f"rank {groups.rank}: rank {have_given.index(True)} has given finalize_model_grads() num_tokens, and "
+                f"rank {have_given.index(False)} has not: either all ranks give num_tokens, or none"
+            )
+        if num_tokens is not None:
+            num_tokens.fill_(total)
 
     def _collect_errors(self, statuses: Sequence[bytes], *, aborted_here: bool) -> Steps:
         """Keep the error in ``statuses``, which have one byte a rank for each reduction group."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,7 +92,8 @@ def finalize_model_grads(
         NonFiniteGradientError: See :meth:`DistributedDataParallel.finish_grad_sync`.
         PeerAbortedError: See :meth:`DistributedDataParallel.finish_grad_sync`; or another rank of one of the groups has
             raised in this call.
-        DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts.
+        DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts; or if
+            only some of them give ``num_tokens``, of a split model or one with ``config.calculate_per_token_loss``.
         TypeError: A chunk is not wrapped.
         ValueError: The model's configuration asks for something that is not supported; raised before anything is sent.
     """
@@ -111,8 +112,8 @@ def finalize_model_grads(
         found = _routers(chunks, config)
         routers = [one for one in found if one.training and not getattr(one, "frozen_expert_bias", False)]
         counts = torch.cat([one.local_tokens_per_expert.reshape(-1) for one in routers]) if routers else None
-        numbers = [one for one in (counts, num_tokens) if one is not None]
-        with chunks[0].gradient_buffers.completed_by([] if parallel.group("data") else numbers):
+        numbers = (counts, num_tokens) if parallel.group("data") is None else None
+        with chunks[0].gradient_buffers.completed_by(*numbers) if numbers else nullcontext():
             _finish(chunks, force_all_reduce=force_all_reduce)
         plan = {
             "data": [],

@@ -301,6 +301,7 @@ class DistributedOptimizer(Optimizer):
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
                 "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
+        self._gather.is_sent = False
         loss = None if closure is None else self._loss_of(closure)
         is_awaited = True
         try:
@@ -344,17 +345,20 @@ class DistributedOptimizer(Optimizer):
         Otherwise ranks with nothing to gather here would hear of it in the next step only, and lose that step.
         """
         peer_error = self._gather.fail(error) if is_awaited else None
+        told, is_own = peer_error or error, not isinstance(peer_error or error, PeerAbortedError)
         parent, has_told = self._model.groups.parent, is_awaited
+        # Ranks that have received all of this rank have gone on to the next optimizer. With overlap all may have.
+        is_over = not is_awaited or self._overlaps or (self._gather.is_sent and is_own)
         for other in set(self._everyone) - {self}:
             if other._last_step != other._model.groups.step:
-                other._model.copies.leave(peer_error or error)
-            # Ranks without these parameters have gone on to the next optimizer. With overlap all ranks may have.
-            has_gone_on = not is_awaited or self._overlaps or other._model.groups.parent is not parent
+                other._model.copies.leave(told)
+            # Ranks without these parameters have gone on, too.
+            has_gone_on = is_over or other._model.groups.parent is not parent
             is_left_out = has_gone_on and other._last_step != other._model.groups.step
             if is_left_out and other._may_gather():
-                other._gather.fail(peer_error or error)
+                other._gather.fail(told)
                 has_told = True
-        if has_told and not isinstance(peer_error or error, PeerAbortedError):  # else the rank that failed tells it
+        if has_told and is_own:  # else the rank that failed tells it
             self._model.copies.note_failed_update()
         if peer_error is not None:
             raise peer_error from error

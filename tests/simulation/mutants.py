@@ -418,7 +418,7 @@ MUTANTS = [
             "split: who has heard of a failed update calls it its own",
             DistributedOptimizer,
             "_fail",
-            "if has_told and not isinstance(peer_error or error, PeerAbortedError):",
+            "if has_told and is_own:",
             "if has_told:",
         ),
     ]

@@ -120,6 +120,8 @@ class ParameterGather:
         self._pending: dict[Unit, Waitable] = {}
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # those of the last step
         self._sent_in = self._connections
+        self.is_sent = False
+        """Whether all units of this step were sent: ranks that have received them go on, whatever fails here."""
         self._handles: list[RemovableHandle] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -172,6 +174,7 @@ class ParameterGather:
                 self._pending[key] = pending
                 if overlap:
                     self._mark_pending(key, members)
+        self.is_sent = True
         if not overlap:
             self.finish()
 
