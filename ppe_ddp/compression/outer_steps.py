@@ -27,6 +27,7 @@ class Synchronizing(Protocol):
 
     module: nn.Module
     _hooks: Any
+    _reducer: Any
 
     def train_apart(self, apart: bool = ...) -> None: ...
     def finish_grad_sync(self) -> None: ...
@@ -68,7 +69,7 @@ class OuterSteps:
         self._every = every
         self._lr = lr
         self._momentum = momentum
-        self._steps = 0
+        self._steps = self._taken = 0
         self._synchronized_at: int | None = 0
         self._last: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._velocity: dict[str, Tensor] = {}
@@ -234,19 +235,39 @@ class OuterSteps:
             except BaseException as error:
                 self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
                 raise
+            before = self._handed_over
+            self._compare(f"{self._taken} (one was lost on a rank: load a checkpoint on all)")
             try:
                 self._ddp.finish_grad_sync()
             except UnusableError as error:
                 title = type(self).__name__
                 raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
-            self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
-                self._synchronized_at = self._steps
-                self._ddp._hooks.comm_state.note_outer_step()
+            finally:  # behind an error or interrupt, too: the other ranks take this outer step
+                if before is None or self._handed_over != before:
+                    self._note_averages(parameters)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
+
+    @property
+    def _handed_over(self) -> int | None:
+        """How often the wrapper has taken averages; None if it sends nothing, as torch.distributed is not initialized."""
+        reducer = self._ddp._reducer
+        return None if reducer is None else reducer.synchronizer.handed_over
+
+    def _note_averages(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the averages out of ``.grad``; none if no rank has changed anything."""
+        self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if self._averages:
+            self._synchronized_at = self._steps
+            self._taken += 1
+            self._ddp._hooks.comm_state.note_outer_step()
+
+    def _compare(self, *taken: str) -> None:
+        """Let the ranks compare how many outer steps they have taken: an interrupt may cost a rank one in silence."""
+        if (reducer := self._ddp._reducer) is not None:
+            reducer.synchronizer.negotiation.use_plug("outer steps taken:", *taken)
 
     def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if name not in self._last:
@@ -295,6 +316,7 @@ class OuterSteps:
         for handle in self._handles:
             handle.remove()
         self._is_stopped = True
+        self._compare()
         self._of_optimizer.remove(self)
         if self._later is None:
             self._ddp.train_apart(False)
@@ -318,7 +340,7 @@ class OuterSteps:
         self._averages, self._next = {}, None
         self._remember()
         self._restored = {*state["last"]}
-        self._steps = int(state["steps"])
+        self._steps, self._taken = int(state["steps"]), 0
         self._synchronized_at = None  # unknown: the parameters that are loaded separately may differ between ranks
         for name, value in state["last"].items():
             parameter = parameters[name]
