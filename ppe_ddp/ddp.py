@@ -593,6 +593,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that takes part in the steps of other ranks after this rank's inputs have ended (``Joinable``)."""
+        if self._reducer is not None and self._reducer.synchronizer.commits is not None:
+            raise UnusableError("join() is not for ppe_ddp.elastic, which divides rows by training.batches()")
         if self._is_apart:
             raise UnusableError(
                 "join() is not for LocalSGD, DiLoCo and train_apart(): a rank that has run out of inputs would leave "
