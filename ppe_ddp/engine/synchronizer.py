@@ -125,6 +125,7 @@ class BucketSynchronizer(Synchronizer):
         """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
+        self.weights.settle()
 
     def check_module(self, module_state: ModuleState) -> None:
         """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""
@@ -377,7 +378,7 @@ class BucketSynchronizer(Synchronizer):
 
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """Complete the backward of one rank alone: its gradients are the averages."""
-        arrived = bytearray(self._nothing)
+        arrived = bytearray(self.gradients.existing(self._nothing) if backward.is_manual else self._nothing)
         for i in backward.arrivals:
             arrived[i] = 1
         backward.recorder.agreed = backward.recorder.local = bytes(arrived)
@@ -387,6 +388,7 @@ class BucketSynchronizer(Synchronizer):
         done: set[int] = set() if backward.turn is None else backward.turn.averaged
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients(but=done)
+            arrived = bytearray(map(and_, arrived, self.gradients.existing(self._nothing)))
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
@@ -423,6 +425,7 @@ class BucketSynchronizer(Synchronizer):
         if self._policy.check_finite != "skip":
             raise error
         self._drop_gradients()
+        self.weights.settle()
         self.clear_shards(set_to_none=True)
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
