@@ -103,6 +103,7 @@ class CommState:
 
         A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
         """
+        self.decide()  # an earlier step may be undecided, if this one has sent sparse gradients alone
         updated: set[int] = set()
         begun: set[int] = set()  # parameters with gradients when their step has begun, which may clear these itself
         hooks = [
