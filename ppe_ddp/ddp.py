@@ -372,7 +372,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _compare_outer_steps(self) -> None:
         """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
         if self._reducer is not None:
-            self._reducer.synchronizer.negotiation.use_plug("outer steps of", *map(repr, self._outer_steps))
+            described = [one.described() for one in self._outer_steps]
+            self._reducer.synchronizer.negotiation.use_plug("outer steps of", *described)
 
     @uncompiled
     def start_grad_sync(self) -> None:
@@ -598,6 +599,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """The hook that takes part in the steps of other ranks after this rank's inputs have ended (``Joinable``)."""
+        if self._reducer is not None and self._reducer.synchronizer.commits is not None:
+            raise UnusableError("join() is not for ppe_ddp.elastic, which divides rows by training.batches()")
         if self._is_apart:
             raise UnusableError(
                 "join() is not for LocalSGD, DiLoCo and train_apart(): a rank that has run out of inputs would leave "

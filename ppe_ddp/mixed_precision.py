@@ -94,19 +94,36 @@ class _CastParameters:
     def install(self) -> None:
         """Put the copies in the place of the parameters, unless those of another forward are there."""
         self._is_installed = True
-        for owner, key, parameter, copy in self._slots:
-            if parameter_table(owner).get(key) is parameter:
-                parameter_table(owner)[key] = copy  # functional_call does so as well
+        try:
+            for owner, key, parameter, copy in self._slots:
+                if parameter_table(owner).get(key) is parameter:
+                    parameter_table(owner)[key] = copy  # functional_call does so as well
+        except BaseException:  # an interrupt
+            self.remove()
+            raise
 
     @uncompiled_hook
     def remove(self) -> None:
-        self._is_installed = False
+        """Put the parameters back. Copies that were left there would be taken for parameters from then on."""
+        try:
+            self._put_back()
+        except BaseException:  # an interrupt
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
         for owner, key, parameter, copy in self._slots:
             if parameter_table(owner).get(key) is copy:
                 if isinstance(owner, nn.RNNBase):
                     setattr(owner, key, parameter)  # also sets it in the list of weights with which the RNN computes
                 else:
                     parameter_table(owner)[key] = parameter
+        self._is_installed = False
+
+    def __del__(self) -> None:
+        """An interrupt may come between making copies and the forward."""
+        if self._is_installed:
+            self._put_back()
 
     @uncompiled_hook
     def reinstall(self, _gradient: Tensor) -> None:

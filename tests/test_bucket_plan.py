@@ -228,6 +228,17 @@ def test_parameters_are_expected_in_reverse_until_their_order_is_learned():
     assert sorted(ours.order) == [0, 1, 2, 3]
 
 
+def test_fixed_buckets_have_one_order_whatever_was_learned_or_loaded():
+    ours, everything = planner(), bytes([1] * 4)
+    before = members(ours.plan(everything))
+    ours.learn([0.0, 0.1, 0.2, 0.3])
+    assert members(ours.plan(everything)) != before
+    ours.repack(dataclasses.replace(ours.packing, fixed=True))
+    assert members(ours.plan(everything)) == before
+    ours.restore([0, 1, 2, 3], [0, 1, 2, 3])
+    assert members(ours.plan(everything)) == before
+
+
 @given(st.lists(st.none() | st.floats(0, 1, exclude_max=True), min_size=6, max_size=6))
 def test_what_was_seen_is_ordered_as_it_was_seen(positions):
     ours = planner(6)

@@ -105,7 +105,8 @@ def test_what_is_not_finite_shows_and_does_not_stay(name, size, value, culprit):
     for key in ("weight", "bias", "wide", "scalar"):
         given = drawn(SHAPES, size, 1)
         given[culprit][key].view(-1)[-1] = value
-        assert not ranks.average(given)[key].isfinite().all()
+        found = {other for other, part in ranks.average(given).items() if not part.isfinite().all()}
+        assert found == {key}  # another parameter's optimizer steps
         result = ranks.average(drawn(SHAPES, size, 2))
         assert all(part.isfinite().all() for part in result.values())
 

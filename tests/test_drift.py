@@ -189,6 +189,24 @@ def test_two_ranks_come_to_differ_when_the_third_has_joined():
     assert [text.split("the ranks: ")[1].split(" (")[0] for text in found] == ["ranks 1, 2 in '2.bias'"]
 
 
+@on_three_ranks
+def test_a_rank_without_inputs_does_not_raise_later_what_the_others_have_raised():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module, check_drift="raise")
+    optimizer, raised = torch.optim.SGD(module.parameters(), lr=0.1), 0
+    with wrapper.join():
+        for number in range(2 if rank == 2 else 7):
+            try:
+                step(wrapper, optimizer, rank)
+            except DisagreementError:
+                raised += 1
+            if number == 4 and rank == 1:
+                with torch.no_grad():
+                    module[2].bias += 1
+    step(wrapper, optimizer, rank)
+    assert raised == (rank < 2)
+
+
 @on_two_ranks
 def test_nothing_is_compared_where_that_is_not_wanted():
     module = seeded(mlp, 4, 5, 2)

@@ -339,3 +339,13 @@ def test_a_state_that_is_copied_before_an_optimizer_steps_is_not_decided_by_that
     assert copy.deepcopy(state).of("a") == {"residual": 2}
     state.decide()
     assert state.of("a") == {"residual": 2}
+
+
+def test_a_step_with_sparse_gradients_alone_leaves_what_was_decided_before_it():
+    parameter = nn.Parameter(torch.ones(2))
+    state = undecided_state(parameter)
+    parameter.grad = torch.ones(2)
+    torch.optim.SGD([parameter], lr=1.0).step()
+    state.put_back_unless_stepped({})  # it keeps nothing, and its average is not finite
+    state.decide()
+    assert state.of("a") == {"residual": 2}

@@ -19,6 +19,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 
 import elastic_program
 import ppe_ddp
@@ -227,6 +229,24 @@ def test_who_differs_from_those_that_train_does_not_join(lone):
     assert has_strangers(own, other | joins)
     with pytest.raises(ppe_ddp.DisagreementError, match=r"with bucket_cap_mb=None, and the others .*=\(1,\)"):
         has_strangers(own | joins, other)
+    training._model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    assert has_strangers(own, training._word | joins)
+    training._model.module.weight.data = torch.ones(2, 8)
+    training._model._ready()
+    assert training._word["options"][-2] != own["options"][-2]
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 1)])
+def test_what_was_kept_counts_as_in_the_step_that_kept_it(sizes):
+    state = CommState()
+    state.of("weight").update(residual=torch.ones(3), power_sgd=torch.ones(2))
+    before, now = (SimpleNamespace(world_size=size, nodes=()) for size in sizes)
+    state.rescale(before, now)
+    assert torch.equal(state.of("weight")["residual"] / sizes[1], torch.ones(3) / sizes[0])
+    assert torch.equal(state.of("weight")["power_sgd"], torch.ones(2))
+    nodes = SimpleNamespace(world_size=4, nodes=((0, 1), (2, 3)))  # whose compressor averages one gradient of each
+    state.rescale(now, nodes)
+    assert torch.equal(state.of("weight")["residual"] / 2, torch.ones(3) / sizes[0])
 
 
 def test_who_joins_draws_what_all_others_draw():
@@ -392,6 +412,22 @@ def test_a_distributed_optimizer_is_refused(lone):
     optimizer = ppe_ddp.DistributedOptimizer(torch.optim.SGD, model, lr=0.1)
     with pytest.raises(TypeError, match="'optimizer' is a DistributedOptimizer"):
         elastic.ElasticTraining(lone, {"model": model, "optimizer": optimizer})
+    with pytest.raises(ppe_ddp.UnusableError, match="the wrapper has a DistributedOptimizer"):
+        elastic.ElasticTraining(lone, {"model": model})
+
+
+def test_what_a_process_that_joins_would_not_get_is_refused(lone):
+    kept, later = (ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)) for _ in range(2))
+    state = power.PowerSGDState(None, start_powerSGD_iter=2)
+    kept.register_comm_hook(state, power.powerSGD_hook)
+    with pytest.raises(ppe_ddp.UnusableError, match="hook powerSGD_hook keeps a state of its own"):
+        elastic.ElasticTraining(lone, {"model": kept})
+    training = elastic.ElasticTraining(lone, {"model": later})
+    with pytest.raises(ppe_ddp.UnusableError, match=r"join\(\) is not for ppe_ddp.elastic"), later.join():
+        pass
+    later.register_comm_hook(state, power.powerSGD_hook)
+    with pytest.raises(ppe_ddp.UnusableError, match="a process that joins does not get"), training.step():
+        pass
 
 
 def test_outer_steps_are_refused(lone):

@@ -24,7 +24,7 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError
+from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, TopK
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -417,6 +417,28 @@ def test_optimizers_that_step_in_backward_hooks(when, options):
         handle.remove()
     step(wrapper, dist.get_rank(), 4)
     assert_gradients(module, mean_gradients(module, lambda m, rank: step(m, rank, 4)))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@on_two_ranks
+def test_hooks_are_called_where_gradients_are_averaged_without_a_backward(alone):
+    module, seen, rank = seeded(mlp, 4, 2), [], dist.get_rank()
+    group = [dist.new_group([one]) for one in range(2)][rank] if alone else None
+    wrapper = DistributedDataParallel(module, process_group=group)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+    output = wrapper(data(5, 4))
+    output.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises((ZeroDivisionError, PeerAbortedError)):
+        output.sum().backward()
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert not seen
+    wrapper.finish_grad_sync()  # as ppe_ddp.elastic takes a step again
+    assert seen == [True, True]
+    wrapper.zero_grad()
+    weigh(wrapper(data(5, 4)).sum(), 0).backward()  # has no gradient then
+    assert seen == [True, True]
 
 
 @on_two_ranks

@@ -4,6 +4,7 @@ torch's own wrapper is no reference on CPUs: it raises there ("cpu backend doesn
 """
 
 import copy
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 from one_process import assert_gradients, assert_same_on_all_ranks, data, gradients, mlp, of_all_ranks, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, average
+from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, average, mixed_precision
 from rank_tests import on_two_ranks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -135,6 +136,33 @@ def test_gradients_are_those_of_low_precision(config, name):
     for key, value in module.state_dict().items():
         assert value.dtype is FP32
         assert torch.equal(value, before[key])
+
+
+class Interrupting:
+    """Interrupts this process at a call of ``parameter_table`` of this number from a function of this name."""
+
+    def __init__(self, name, number):
+        self.name, self.left, self.call = name, number, mixed_precision.parameter_table
+
+    def __call__(self, module):
+        self.left -= sys._getframe(1).f_code.co_name == self.name
+        if self.left == 0:
+            self.left = -1
+            raise KeyboardInterrupt
+        return self.call(module)
+
+
+@pytest.mark.parametrize("name", ["install", "_put_back"])
+@pytest.mark.parametrize("number", [1, 3, 4])
+@on_two_ranks
+def test_an_interrupt_leaves_no_copies_in_the_place_of_parameters(name, number):
+    module, config = seeded(mlp, 4, 4, 4), _MixedPrecision(param_dtype=BF16)
+    wrapper = DistributedDataParallel(module, mixed_precision=config)
+    with pytest.MonkeyPatch.context() as patches, pytest.raises(KeyboardInterrupt) as _kept:
+        patches.setattr(mixed_precision, "parameter_table", Interrupting(name, number))
+        wrapper(data(3, 4))
+    assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
+    assert all(value.dtype is FP32 for value in module.state_dict().values())
 
 
 class Layer(nn.Module):

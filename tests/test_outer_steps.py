@@ -508,6 +508,48 @@ def test_one_rank_alone_is_interrupted_in_an_outer_step_or_cannot_begin_it(metho
         assert same_on_all_ranks(net), turn
 
 
+def normed():
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("views", [False, True])
+@on_three_ranks
+def test_one_rank_alone_is_interrupted_behind_the_vote_of_an_outer_step(method, views):
+    """Some of the others go on, and have taken it."""
+    rank, net = dist.get_rank(), seeded(normed)
+    wrapper = DistributedDataParallel(net, gradient_as_bucket_view=views)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    outer = method(wrapper, optimizer, every=2)
+    saved = outer.state_dict()
+    synchronizer = wrapper._reducer.synchronizer
+    places = [(synchronizer.negotiation, "learn"), (synchronizer, "_broadcast_buffers")]
+    places += [(synchronizer.gradients, "hand_over"), (synchronizer, "_hand_over")]
+
+    def step(number):
+        optimizer.zero_grad()
+        wrapper(data(6, 8, rank=rank, step=number)).square().mean().backward()
+        optimizer.step()
+
+    for turn, (owner, name) in enumerate(places):
+        step(10 * turn)
+        with pytest.MonkeyPatch.context() as patches, suppress(PeerAbortedError, KeyboardInterrupt):
+            if rank == 1:
+                patches.setattr(owner, name, handed_over(owner.hand_over) if name == "hand_over" else interrupt)
+            step(10 * turn + 1)
+        step(10 * turn + 2)
+        is_lost = name == "_hand_over"  # before anything was handed over
+        told = pytest.raises(DisagreementError, match=r"of which \d+ were taken \(if one was lost")
+        with told if is_lost else nullcontext():
+            step(10 * turn + 3)
+        assert same_on_all_ranks(net) is not is_lost, name
+    wrapper.load_state_dict(seeded(normed).state_dict())
+    outer.load_state_dict(saved)
+    for number in range(2):
+        step(number)
+    assert same_on_all_ranks(net)
+
+
 @pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
 @on_two_ranks
 def test_an_interrupt_in_one_wrappers_outer_step_does_not_leave_out_that_of_another(method):
@@ -527,8 +569,18 @@ def test_an_interrupt_in_one_wrappers_outer_step_does_not_leave_out_that_of_anot
     assert all(map(same_on_all_ranks, nets))
 
 
-def interrupt(*_):
+def interrupt(*_, **__):
     raise KeyboardInterrupt
+
+
+def handed_over(take):
+    """Interrupts this rank where it has taken some averages."""
+
+    def interrupted(*arguments):
+        take(*arguments)
+        raise KeyboardInterrupt
+
+    return interrupted
 
 
 def no_memory(_change):
@@ -661,8 +713,8 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
         raise UnusableError("the process group of this wrapper was destroyed")
 
     module = nn.Linear(2, 2)
-    ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail)
-    ddp._outer_steps, ddp._compare_outer_steps = [], lambda: None
+    ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail, _outer_steps=[])
+    ddp._compare_outer_steps, ddp._reducer = lambda: None, SimpleNamespace(synchronizer=SimpleNamespace(handed_over=0))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     LocalSGD(ddp, optimizer, every=1)
     with pytest.raises(UnusableError, match=r"was destroyed\. If you no longer use it, call stop\(\) of its LocalSGD"):

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, seeded
-from ppe_ddp import DistributedDataParallel
+from ppe_ddp import DistributedDataParallel, PeerAbortedError
 from rank_tests import on_three_ranks, on_two_ranks
 
 VARIANTS = [{"gradient_as_bucket_view": False}, {}, {"overlap": False}]
@@ -210,6 +210,37 @@ def test_nan_of_a_step_that_is_skipped_does_not_stay_in_a_hook():
         found = [parameter.grad for parameter in module.parameters()]
         assert [one is None for one in found] == [number == 3] * len(found)
         assert number == 3 or all(bool(one.isfinite().all()) for one in found), number
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@on_two_ranks
+def test_a_hook_with_a_state_gets_the_same_parameters_after_a_step_that_failed(loads):
+    """Also if it is registered, or the order of buckets is loaded, when gradients were seen in another order."""
+    module, rank, names = seeded(Routes, 8, 4), dist.get_rank(), []
+
+    def keep(state, bucket):
+        state.append((bucket.index(), bucket.names()))
+        return default.allreduce_hook(None, bucket)
+
+    def step():
+        wrapper.zero_grad()
+        wrapper(data(5, 8), [0, 2, 1, 3]).pow(2).sum().backward()
+
+    wrapper = DistributedDataParallel(module)
+    for _ in range(3):
+        step()
+    if loads:
+        learned, wrapper = wrapper.comm_state_dict(), DistributedDataParallel(module)
+    wrapper.register_comm_hook(names, keep)
+    if loads:
+        wrapper.load_comm_state_dict(learned)
+    step()
+    interrupt = mock.patch.object(wrapper._reducer.synchronizer.negotiation, "start", side_effect=KeyboardInterrupt)
+    with interrupt if rank else contextlib.nullcontext(), pytest.raises((KeyboardInterrupt, PeerAbortedError)):
+        step()
+    step()
+    assert len(names) == 2
+    assert len(set(names)) == 1
 
 
 @contextlib.contextmanager

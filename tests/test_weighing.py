@@ -1,5 +1,6 @@
 """`weigh()`: the mean over all samples, whatever each rank has of them."""
 
+import copy
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ from ppe_ddp import (
     megatron,
     weigh,
 )
-from ppe_ddp.compression import ByParameter, ErrorFeedback, Int8, TopK, Uncompressed, WarmUp
+from ppe_ddp.compression import ByParameter, ErrorFeedback, Int8, LocalSGD, TopK, Uncompressed, WarmUp
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.waiting import progress_engine
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -161,6 +162,40 @@ def test_what_was_dropped_does_not_count():
                 weigh(loss_of(wrapper, rank), 3).backward()
             assert_gradients(module, alone)
             del kept
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@on_two_ranks
+def test_what_was_left_out_does_not_count_in_what_has_no_weight_after_it(fails):
+    """In gradients that are set by hand, and in an outer step."""
+    net, rank = seeded(nn.Linear, 4, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(net, check_for_nan_in_grad=not fails and "skip")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def leave_out():
+        output = wrapper(data(4, 4))
+        if fails:
+            output.register_hook(lambda gradient: 1 / 0 if rank else gradient)
+        with pytest.raises((ZeroDivisionError, PeerAbortedError)) if fails else nullcontext():
+            weigh(output.mean() * (torch.nan if rank else 1.0), 64).backward()
+        optimizer.zero_grad()
+
+    leave_out()
+    if not fails:  # else it would be that step, taken again
+        net.weight.grad = torch.full((2, 4), 1.0 + rank)
+        wrapper.finish_grad_sync()
+        assert torch.equal(net.weight.grad, torch.full((2, 4), 1.5))
+        optimizer.zero_grad()
+        leave_out()
+    twin = copy.deepcopy(net)
+    (twin(data(4, 4)).sum() / 2).backward()
+    LocalSGD(wrapper, optimizer, every=1)
+    wrapper(data(4, 4)).sum().backward()
+    optimizer.step()
+    for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
+        changes = [other.grad.clone() for _ in range(2)]
+        dist.all_gather(changes, other.grad)
+        torch.testing.assert_close(parameter, other - 0.1 * sum(changes))
 
 
 @on_two_ranks

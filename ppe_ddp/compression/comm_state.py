@@ -113,6 +113,7 @@ class CommState:
 
         A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
         """
+        self.decide()  # an earlier step may be undecided, if this one has sent sparse gradients alone
         updated: set[int] = set()
         begun: set[int] = set()  # parameters with gradients when their step has begun, which may clear these itself
         hooks = [
@@ -173,6 +174,16 @@ class CommState:
         """
         self.decide()
         self.owners, self.noted = SliceOwners(), steps
+
+    def rescale(self, before: Groups, now: Groups) -> None:
+        """Let residuals of steps in the groups ``before`` count there as much as they would have: averages are means.
+
+        What is added to another step is divided by the number of ranks that average that one.
+        """
+        factor = _averaging(now) / _averaging(before)
+        for own in self._of.values():
+            if factor != 1.0 and RESIDUAL in own:
+                own[RESIDUAL] = own[RESIDUAL] * factor
 
     def common(self) -> dict[str, dict[str, Any]]:
         """A copy of the state that is the same on all ranks: all but residuals (``ErrorFeedback``)."""
@@ -269,6 +280,11 @@ def parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
 def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
     """The ranks of each node, if there are several nodes and ranks share memory on one; else none."""
     return groups.nodes if any(len(node) > 1 for node in groups.nodes) else ()
+
+
+def _averaging(groups: Groups) -> int:
+    """The number of gradients that a compressor averages: one a rank, or one a node if its ranks share memory."""
+    return len(_sharing(groups)) or groups.world_size
 
 
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:

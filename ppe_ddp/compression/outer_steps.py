@@ -31,6 +31,7 @@ class Synchronizing(Protocol):
     _hooks: Any
     _module_state: Any
     _outer_steps: list[OuterSteps]
+    _reducer: Any
 
     def train_apart(self, apart: bool = ...) -> None: ...
     def _compare_outer_steps(self) -> None: ...
@@ -75,7 +76,7 @@ class OuterSteps:
         self._every = every
         self._lr = lr
         self._momentum = momentum
-        self._steps = 0
+        self._steps = self._taken = 0
         self._synchronized_at: int | None = 0
         self._last: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self._velocity: dict[str, Tensor] = {}
@@ -116,8 +117,10 @@ class OuterSteps:
         """Whether ``module`` is or contains the module whose parameters are averaged."""
         return any(one is self.module for one in module.modules())
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(every={self._every}, lr={self._lr}, momentum={self._momentum})"
+    def described(self) -> str:
+        """What must be the same on all ranks: arguments, and how many were taken, as an interrupt may cost one."""
+        arguments = f"{type(self).__name__}(every={self._every}, lr={self._lr}, momentum={self._momentum})"
+        return f"{arguments}, of which {self._taken} were taken (if one was lost on a rank, load a checkpoint on all)"
 
     def _refuse_shared(self, others: Sequence[OuterSteps]) -> None:
         for other in others:
@@ -285,19 +288,34 @@ class OuterSteps:
             except BaseException as error:
                 self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
                 raise
+            before = self._handed_over
+            self._ddp._compare_outer_steps()
             try:
                 self._ddp.finish_grad_sync()
             except UnusableError as error:
                 title = type(self).__name__
                 raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
-            self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-            if self._averages:  # empty if no rank has changed anything, or a check has dropped the outer step
-                self._synchronized_at = self._steps
-                self._ddp._hooks.comm_state.note_outer_step()
+            finally:  # behind an error or interrupt, too: the other ranks take this outer step
+                if before is None or self._handed_over != before:
+                    self._note_averages(parameters)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
+
+    @property
+    def _handed_over(self) -> int | None:
+        """How often the wrapper has taken averages; None before torch.distributed is initialized."""
+        reducer = self._ddp._reducer
+        return None if reducer is None else reducer.synchronizer.handed_over
+
+    def _note_averages(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the averages out of ``.grad``; none if no rank has changed anything."""
+        self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if self._averages:
+            self._synchronized_at = self._steps
+            self._taken += 1
+            self._ddp._hooks.comm_state.note_outer_step()
 
     def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if name not in self._last:
@@ -372,7 +390,7 @@ class OuterSteps:
         self._averages, self._next = {}, None
         self._remember()
         self._restored = {*state["last"]}
-        self._steps = int(state["steps"])
+        self._steps, self._taken = int(state["steps"]), 0
         self._synchronized_at = None  # unknown: the parameters that are loaded separately may differ between ranks
         for name, value in state["last"].items():
             parameter = parameters[name]

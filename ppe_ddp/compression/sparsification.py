@@ -132,8 +132,12 @@ class RandomK(Sparsification):
         given = gradients.given
         indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
         values = given[indices]
-        if not are_finite(gradients.views(given)):
-            values.fill_(torch.nan)  # NaN or infinity must show in the average, even if that element is not sent
+        if not are_finite(views := gradients.views(given)):
+            # NaN or infinity must show in the average of its parameter, even if that element is not sent.
+            counts = [count_of(one, self.ratio) for one in gradients.segments]
+            for part, view in zip(values.split(counts), views, strict=True):
+                if not are_finite([view]):
+                    part.fill_(torch.nan)
         if gradients.keeps:
             given[indices] = 0
         else:

@@ -39,7 +39,9 @@ from ppe_ddp.elastic.memberships import Membership, Quorum
 from ppe_ddp.engine.completion import Steps
 from ppe_ddp.engine.failures import is_of_transport
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
+from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, UnusableError
+from ppe_ddp.functions import name_of
 from ppe_ddp.nested_tensors import mapped
 from ppe_ddp.optim.optimizer import DistributedOptimizer
 from ppe_ddp.torch_internals import without_torch_function
@@ -49,6 +51,10 @@ logger = logging.getLogger("ppe_ddp")
 
 _LOOK_SECONDS = 0.2  # between looks for dead ranks of other nodes
 _LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # the least size of a tensor that is sent by itself, and of its pieces
+_SHARDED = (
+    "each rank has a share that nobody else has, which would be lost with it. Take the inner optimizer by itself: "
+    "every rank keeps all of its state"
+)
 _VOID = "ppe_ddp/void"
 """The key in the store of a quorum by which a member tells that it has given the quorum up."""
 
@@ -118,7 +124,8 @@ class ElasticTraining:
     Raises:
         DisagreementError: This process wants to join with another compressor or other options of the wrapper.
         TypeError: A part is a ``DistributedOptimizer``: its shards would be lost with the rank that has them.
-        UnusableError: The wrapper's ranks train apart, as under ``LocalSGD`` and ``DiLoCo``.
+        UnusableError: The wrapper's ranks train apart, as under ``LocalSGD`` and ``DiLoCo``; it has a
+            ``DistributedOptimizer``, or a hook of torch's kind with a state.
     """
 
     def __init__(
@@ -131,10 +138,7 @@ class ElasticTraining:
             )
         for name, part in parts.items():
             if isinstance(part, DistributedOptimizer):
-                raise TypeError(
-                    f"{name!r} is a DistributedOptimizer: each rank has a share that nobody else has, which would be "
-                    "lost with it. Take the inner optimizer by itself: every rank keeps all of its state"
-                )
+                raise TypeError(f"{name!r} is a DistributedOptimizer: {_SHARDED}")
         (self._model,) = wrappers
         if self._model.process_group is not default_group():
             raise ValueError(
@@ -149,6 +153,7 @@ class ElasticTraining:
         reducer = self._model._ready()  # one that was made before the membership, and a copy, get theirs here
         assert reducer is not None  # the membership has made a group
         self._reducer = reducer
+        self._check_model()
         self._membership, self._parts = membership, dict(parts)
         self._backend, self._timeout = backend, timeout
         self.committed = -1
@@ -174,6 +179,7 @@ class ElasticTraining:
             UnusableError: The other processes have gone on without this one, or it has called :meth:`end`.
         """
         self._check_not_ended()
+        self._check_model()
         if self._is_asked or self._quorum is not None:
             self._begin()
         try:
@@ -183,6 +189,18 @@ class ElasticTraining:
                 raise
             logger.warning("%s; the step is taken again by those that are left", str(error).split(". ")[0])
             self._again()
+
+    def _check_model(self) -> None:
+        """Refuse what is lost with a rank, or what a process that joins would not get."""
+        synchronizer = self._reducer.synchronizer
+        if synchronizer.sharded_parameters is not None:
+            raise UnusableError(f"the wrapper has a DistributedOptimizer: {_SHARDED}")
+        if synchronizer.reduction.keeps_state_by_index:
+            raise UnusableError(
+                f"{synchronizer.reduction.title} keeps a state of its own, which a process that joins does not get, so "
+                "that it would send other messages than the others: register a compressor, such as "
+                "ErrorFeedback(PowerSGD(rank=4)), or a hook whose state is None"
+            )
 
     def _check_not_ended(self) -> None:
         if self._has_ended:
@@ -257,6 +275,9 @@ class ElasticTraining:
         hooks, options = self._model._hooks, self._model._options
         said = [f"bucket_cap_mb={options.bucket_caps_mb}", f"negotiate_grads={self._model._negotiate}"]
         said += [f"broadcast_buffers={options.forward_sync_buffers}", f"compressor={hooks.compressor!r}"]
+        said += [f"hook={None if hooks.comm is None else name_of(hooks.comm[1])}"]
+        parameters = [spec.described() for spec in self._model._module_state.specs]
+        said += [f"parameters whose names, shapes and dtypes have the digest {fingerprint(parameters).hex()}"]
         return {
             "committed": self.committed,
             "before": self._reducer.groups.taken - max(0, self.committed),
@@ -356,7 +377,10 @@ class ElasticTraining:
         self._store = store  # C++ does not keep a store written in Python alive
         limit = timedelta(seconds=self._timeout)
         dist.init_process_group(self._backend, store=store, rank=quorum.rank, world_size=size, timeout=limit)
+        before = self._reducer.groups
         self._reducer = self._model._move(taken_after(quorum.words))
+        if self.committed >= 0:
+            self._memory.rescale(before, self._reducer.groups)
         self._reducer.synchronizer.commits = self._commit
         self._share_state(quorum)
         return outcome.words

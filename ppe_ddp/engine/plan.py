@@ -267,6 +267,8 @@ class Planner:
         self._set_order(list(order))
 
     def _set_order(self, order: list[int]) -> None:
+        if self.packing.fixed:  # the same after a failure, where the ranks forget what they have learned
+            order = list(range(len(self.specs)))[::-1]
         self.order = order
         specs, packing = self.specs, self.packing
         self.plan = lru_cache(_KEPT_PLANS)(lambda present, nodes=b"": make_plan(present, specs, order, packing, nodes))

@@ -104,6 +104,8 @@ class BucketSynchronizer(Synchronizer):
         """Whether to divide by the number of ranks that take part instead of the world size."""
         self.announce: Callable[[], None] | None = None
         """Called before this rank's first message of a synchronization; tells ranks that have run out (``join()``)."""
+        self.handed_over = 0
+        """The number of synchronizations whose averages this rank has taken, even if an error came behind that."""
         self.sharded_parameters: ShardedParameters | None = None
         """Keeps this rank's shards of the averages for a DistributedOptimizer; without it ``.grad`` gets averages."""
 
@@ -123,6 +125,7 @@ class BucketSynchronizer(Synchronizer):
         """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
+        self.weights.settle()
 
     def check_module(self, module_state: ModuleState) -> None:
         """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""
@@ -348,9 +351,10 @@ class BucketSynchronizer(Synchronizer):
         if any(outcome.missing) and not any(statuses):
             held = yield from self.negotiation.agree_held(self._held(backward) | self._kept())
             averaged = bytes(map(and_, averaged, held))
-        yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
-        if backward.buffers:
-            yield from self._broadcast_buffers(backward, outcome.writers, has_failed=any(statuses))
+        # Ranks that train apart would differ for good, if one failed in between, so they take their averages before.
+        is_over = self.weights.is_refused and not any(statuses)
+        if not is_over:
+            yield from self._share(backward, outcome.writers, has_failed=any(statuses))
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
@@ -360,13 +364,21 @@ class BucketSynchronizer(Synchronizer):
             yield from self.commits()
         self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
         self._hand_over(backward, averaged, outcome.users)
+        if is_over:
+            yield from self._share(backward, outcome.writers, has_failed=False)
         self._groups.note(Activity.DONE)
         self.times.end_step()
         return averaged
 
+    def _share(self, backward: Backward, writers: bytes, *, has_failed: bool) -> Steps:
+        """Learn together from this backward, and broadcast buffers, by ``writers`` of the vote."""
+        yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
+        if backward.buffers:
+            yield from self._broadcast_buffers(backward, writers, has_failed=has_failed)
+
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """Complete the backward of one rank alone: its gradients are the averages."""
-        arrived = bytearray(self._nothing)
+        arrived = bytearray(self.gradients.existing(self._nothing) if backward.is_manual else self._nothing)
         for i in backward.arrivals:
             arrived[i] = 1
         backward.recorder.agreed = backward.recorder.local = bytes(arrived)
@@ -376,6 +388,7 @@ class BucketSynchronizer(Synchronizer):
         done: set[int] = set() if backward.turn is None else backward.turn.averaged
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients(but=done)
+            arrived = bytearray(map(and_, arrived, self.gradients.existing(self._nothing)))
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
@@ -388,6 +401,7 @@ class BucketSynchronizer(Synchronizer):
             every = self.sharded_parameters.with_shards(b"\1" * len(self._nothing))
             present = self.gradients.take_present([*compress(range(len(every)), every)])
             self.sharded_parameters.hand_over(list(present), list(present.values()))
+        self.handed_over += 1
         return bytes(arrived)
 
     def _drop_gradients(self, but: Container[int] = (), aside: Mapping[int, Tensor] | None = None) -> None:
@@ -411,6 +425,7 @@ class BucketSynchronizer(Synchronizer):
         if self._policy.check_finite != "skip":
             raise error
         self._drop_gradients()
+        self.weights.settle()
         self.clear_shards(set_to_none=True)
         logger.warning("rank %d skips this step: %s", self._groups.rank, error)
 
@@ -570,6 +585,7 @@ class BucketSynchronizer(Synchronizer):
         """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""
         if not backward.silent:
             backward.begin_hand_over()
+        self.handed_over += 1
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
