@@ -52,8 +52,8 @@ logger = logging.getLogger("ppe_ddp")
 _LOOK_SECONDS = 0.2  # between looks for dead ranks of other nodes
 _LARGE_NBYTES, _PIECE_NBYTES = 2**18, 2**23  # the least size of a tensor that is sent by itself, and of its pieces
 _SHARDED = (
-    "each rank has a share that nobody else has, which would be lost with it. Take the inner optimizer by itself: every "
-    "rank keeps all of its state"
+    "each rank has a share that nobody else has, which would be lost with it. Take the inner optimizer by itself: "
+    "every rank keeps all of its state"
 )
 _VOID = "ppe_ddp/void"
 """The key in the store of a quorum by which a member tells that it has given the quorum up."""
