@@ -123,6 +123,13 @@ class BucketSynchronizer(Synchronizer):
 
     def train_apart(self, apart: bool) -> None:
         """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""
+        is_used = self.hook_progress is not None and self.hook_progress.calls > 0
+        if apart is not self.weights.is_refused and self.reduction.keeps_state_by_index and is_used:
+            logger.warning(
+                "rank %d: what %s has kept of gradients is added to changes of parameters from now on, or the reverse: "
+                "register it with a new wrapper and a new state",
+                *(self._groups.rank, self.reduction.title),
+            )
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
         self.weights.settle()
