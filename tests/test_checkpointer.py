@@ -403,25 +403,28 @@ def test_parts_that_communicate_do_so_in_one_order_and_none_waits_for_a_rank_tha
     class Refusing:
         def state_dict(self):
             if self.refuses:
-                raise ArithmeticError("no state")
+                raise self.refuses
             return {}
 
         def load_state_dict(self, state):
-            pass
+            self.state_dict()
 
     config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = megatron.DistributedDataParallel(None, config, nn.Linear(5, 3))
     other = Refusing()
-    other.refuses = False
+    other.refuses = None
     parts = {"a": other, "model": model, "z": DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)}
     rank = dist.get_rank()
     checkpointer = Checkpointer(shared_folder(), dict(reversed(parts.items())) if rank else parts)
     checkpointer.save(1)
     assert checkpointer.load().step == 1
-    other.refuses = rank == 1
-    with pytest.raises(CheckpointError, match="rank 1: ArithmeticError: no state"):
-        checkpointer.save(2)
-    other.refuses = False
+    for error in (ArithmeticError("no state"), KeyboardInterrupt("no state")):
+        other.refuses = error if rank == 1 else None
+        is_own = rank == 1 and isinstance(error, KeyboardInterrupt)
+        for call in (lambda: checkpointer.save(2), checkpointer.load):
+            with pytest.raises(KeyboardInterrupt if is_own else CheckpointError, match=r"(rank 1: \w+: |^)no state"):
+                call()
+    other.refuses = None
     checkpointer.save(3)
 
 

@@ -158,9 +158,10 @@ class Interrupting:
 def test_an_interrupt_leaves_no_copies_in_the_place_of_parameters(name, number):
     module, config = seeded(mlp, 4, 4, 4), _MixedPrecision(param_dtype=BF16)
     wrapper = DistributedDataParallel(module, mixed_precision=config)
-    with pytest.MonkeyPatch.context() as patches, pytest.raises(KeyboardInterrupt) as _kept:
+    with pytest.MonkeyPatch.context() as patches:
         patches.setattr(mixed_precision, "parameter_table", Interrupting(name, number))
-        wrapper(data(3, 4))
+        with pytest.raises(KeyboardInterrupt) as _kept:
+            wrapper(data(3, 4))
     assert all(isinstance(parameter, nn.Parameter) for parameter in module.parameters())
     assert all(value.dtype is FP32 for value in module.state_dict().values())
 

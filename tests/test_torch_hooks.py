@@ -17,8 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from library_warnings import library_warnings
 from one_process import Routes, assert_gradients, assert_same_on_all_ranks, data, gradients, mean_gradients, seeded
 from ppe_ddp import DistributedDataParallel, PeerAbortedError
+from ppe_ddp.compression import LocalSGD
 from rank_tests import on_three_ranks, on_two_ranks
 
 VARIANTS = [{"gradient_as_bucket_view": False}, {}, {"overlap": False}]
@@ -241,6 +243,21 @@ def test_a_hook_with_a_state_gets_the_same_parameters_after_a_step_that_failed(l
     step()
     assert len(names) == 2
     assert len(set(names)) == 1
+
+
+@on_two_ranks
+def test_a_hook_that_has_kept_something_of_gradients_is_named_where_ranks_begin_to_train_apart():
+    for has_kept in (False, True):
+        module = seeded(Layers)
+        wrapper = DistributedDataParallel(module)
+        wrapper.register_comm_hook([], round_hook)
+        if has_kept:
+            square(wrapper, dist.get_rank())
+        with library_warnings() as texts:
+            LocalSGD(wrapper, torch.optim.SGD(module.parameters(), lr=0.1), every=1)
+        assert [f"rank {dist.get_rank()}: what communication hook round_hook has kept" in one for one in texts] == (
+            [True] if has_kept else []
+        )
 
 
 @contextlib.contextmanager

@@ -283,7 +283,7 @@ def _sharing(groups: Groups) -> tuple[tuple[int, ...], ...]:
 
 
 def _averaging(groups: Groups) -> int:
-    """The number of gradients that a compressor averages: one a rank, or one a node if its ranks share memory."""
+    """How many gradients a compressor averages: one of each rank, or of each node if the ranks of it share memory."""
     return len(_sharing(groups)) or groups.world_size
 
 

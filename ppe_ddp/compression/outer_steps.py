@@ -305,7 +305,7 @@ class OuterSteps:
 
     @property
     def _handed_over(self) -> int | None:
-        """How often the wrapper has taken averages; None before torch.distributed is initialized."""
+        """How often the wrapper has taken averages; None if torch.distributed is not initialized."""
         reducer = self._ddp._reducer
         return None if reducer is None else reducer.synchronizer.handed_over
 

@@ -123,6 +123,13 @@ class BucketSynchronizer(Synchronizer):
 
     def train_apart(self, apart: bool) -> None:
         """Stop comparing parameters, as ranks may have different ones; refuse ``weigh()`` while ``apart``."""
+        is_used = self.hook_progress is not None and self.hook_progress.calls > 0
+        if apart is not self.weights.is_refused and self.reduction.keeps_state_by_index and is_used:
+            logger.warning(
+                "rank %d: what %s has kept of gradients is added to changes of parameters from now on, or the reverse: "
+                "register it with a new wrapper and a new state",
+                *(self._groups.rank, self.reduction.title),
+            )
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
         self.weights.settle()
@@ -341,20 +348,17 @@ class BucketSynchronizer(Synchronizer):
             yield from self.drift.comparing(outcome.parameters)
         statuses = self._dropped_forwards.unpack(outcome.statuses) if any(outcome.statuses) else b""
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
-            error = yield from self._finite.error(self.negotiation, self._groups, statuses)
-            self._drop(backward, error)
+            self._drop(backward, (yield from self._finite.error(self.negotiation, self._groups, statuses)))
             return self._nothing
-        averaged = backward.recorder.agreed
+        averaged, is_apart = backward.recorder.agreed, self.weights.is_refused and not any(statuses)
         if any(outcome.mask):
-            yield from self._repair(backward, outcome.mask)
-            averaged = bytes(map(or_, averaged, outcome.mask))
+            averaged = yield from self._repair(backward, outcome.mask)
         if any(outcome.missing) and not any(statuses):
-            held = yield from self.negotiation.agree_held(self._held(backward) | self._kept())
-            averaged = bytes(map(and_, averaged, held))
-        # Ranks that train apart would differ for good, if one failed in between, so they take their averages before.
-        is_over = self.weights.is_refused and not any(statuses)
-        if not is_over:
-            yield from self._share(backward, outcome.writers, has_failed=any(statuses))
+            averaged = bytes(map(and_, averaged, (yield from self.negotiation.agree_held(self._given(backward)))))
+        if not is_apart:
+            yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
+            if backward.buffers:
+                yield from self._broadcast_buffers(backward, outcome.writers, has_failed=any(statuses))
         if any(statuses) and not backward.aborted:
             self.put_back(backward)
             self._groups.note(Activity.DONE)
@@ -364,17 +368,20 @@ class BucketSynchronizer(Synchronizer):
             yield from self.commits()
         self.reduction.abandon() if any(statuses) else self.reduction.commit(self._module_state)  # any: raised here
         self._hand_over(backward, averaged, outcome.users)
-        if is_over:
-            yield from self._share(backward, outcome.writers, has_failed=False)
+        if is_apart:
+            yield from self._share(backward, outcome.writers)
         self._groups.note(Activity.DONE)
         self.times.end_step()
         return averaged
 
-    def _share(self, backward: Backward, writers: bytes, *, has_failed: bool) -> Steps:
-        """Learn together from this backward, and broadcast buffers, by ``writers`` of the vote."""
-        yield from self.negotiation.learn([] if backward.silent else backward.arrivals, backward.recorder)
+    def _share(self, backward: Backward, writers: bytes) -> Steps:
+        """Learn together, and broadcast buffers, when averages are handed over.
+
+        Ranks that train apart would differ for good, if one failed here and had not taken them.
+        """
+        yield from self.negotiation.learn(backward.arrivals, backward.recorder)
         if backward.buffers:
-            yield from self._broadcast_buffers(backward, writers, has_failed=has_failed)
+            yield from self._broadcast_buffers(backward, writers, has_failed=False)
 
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """Complete the backward of one rank alone: its gradients are the averages."""
@@ -555,10 +562,10 @@ class BucketSynchronizer(Synchronizer):
         """The parameters of which this rank has contributed a gradient in this step."""
         return set(backward.late).union(*(schedule.held for schedule in backward.rounds))
 
-    def _kept(self) -> set[int]:
-        """The parameters whose averages have what a compressor had kept, even if no rank has contributed a gradient."""
+    def _given(self, backward: Backward) -> set[int]:
+        """Those of :meth:`_held`, and those whose averages have what a compressor had kept, if no rank has held one."""
         names = self.reduction.nonzero_averages()
-        return {i for i, name in enumerate(self._module_state.names) if name in names}
+        return self._held(backward).union(i for i, name in enumerate(self._module_state.names) if name in names)
 
     def _users(self, backward: Backward) -> set[int]:
         """The parameters that this rank has used: with a gradient now, or an average in ``.grad`` from before."""
@@ -609,8 +616,11 @@ class BucketSynchronizer(Synchronizer):
         if self.drift is not None and self.reduction.may_write_parameters:
             self.drift.look()
 
-    def _repair(self, backward: Backward, agreed: bytes) -> Steps:
-        """Average the late gradients in a second round; averaging is linear, so the results can be added."""
+    def _repair(self, backward: Backward, agreed: bytes) -> ResultSteps[bytes]:
+        """Average the late gradients in a second round; averaging is linear, so the results can be added.
+
+        Returns one byte a parameter: whether it is averaged in one of both rounds.
+        """
         views = self._policy.views and not self.gradients.in_place
 
         def prepare(bucket: Bucket) -> None:
@@ -622,3 +632,4 @@ class BucketSynchronizer(Synchronizer):
         backward.add_round(second)
         yield from second.launch_all()
         yield from second.finish()
+        return bytes(map(or_, backward.recorder.agreed, agreed))

@@ -79,13 +79,13 @@ class LoadGroup:
             everyone = self.communicate(partial(all_gather_json, answer, self.group))
         return _values(everyone, failure)
 
-    def _attempt(self, make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    def _attempt(self, make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         """This rank's message, which is a result or the text of an error for all ranks; and the error itself."""
         try:
             return (make(), None), None
         except CheckpointError as error:
             return (None, str(error)), error
-        except Exception as error:
+        except BaseException as error:  # an interrupt, too: the others wait for this rank
             return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
     def communicate(self, call: Callable[[], Any]) -> Any:
@@ -104,8 +104,10 @@ class LoadGroup:
             ) from error
 
 
-def _values(answers: list[Any], failure: Exception | None) -> list[Any]:
-    """The results; raises the first error among them, with this rank's own as its cause."""
+def _values(answers: list[Any], failure: BaseException | None) -> list[Any]:
+    """The results; raises this rank's interrupt, or the first error among them, with this rank's own as its cause."""
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure
     for _, text in answers:
         if text is not None:
             raise CheckpointError(text) from failure
