@@ -222,7 +222,7 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         turn = backward.turn
-        # Without negotiation all masks must be the same, and the ranks may end different wrappers together.
+        # Without negotiation all ranks must have the same gradients, and may end different wrappers together.
         if turn is not None and self._policy.negotiate:
             local = turn.claim(local)
         apart = SharedParameters.apart if turn is None else turn.apart
@@ -522,12 +522,12 @@ class BucketSynchronizer(Synchronizer):
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(self._users(backward))
-        # Late gradients depend on timing, so they may differ even if all ranks have the same gradients.
+        missing = bytes([not backward.lacking <= late.keys()])
         vote = self.negotiation.start(
             mask,
             status,
             is_vote=True,
-            said={"writers": writers, "parameters": said, "missing": bytes([not backward.lacking <= late.keys()])},
+            said={"writers": writers, "parameters": said, "missing": missing, **self._compared(backward)},
             own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
         if said is not NOT_DUE and drift is not None and not self.reduction.may_write_parameters:
@@ -535,6 +535,20 @@ class BucketSynchronizer(Synchronizer):
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
+
+    def _compared(self, backward: Backward) -> dict[str, bytes]:
+        """What tells whether all ranks have the same gradients, if they must; nothing of one that contributes none.
+
+        It is known only now, as some come late, on some ranks alone.
+        """
+        if self._policy.negotiate:
+            return {}
+        held = bytearray(self._nothing)
+        for i in self._held(backward).union(backward.aside):
+            held[i] = 1
+        if backward.silent or self.weights.is_nothing:
+            return {"held": self._nothing, "lacking": self._nothing}
+        return {"held": bytes(held), "lacking": bytes(not here for here in held)}
 
     def _held(self, backward: Backward) -> set[int]:
         """The parameters of which this rank has contributed a gradient in this step."""
