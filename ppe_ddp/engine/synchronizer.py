@@ -523,11 +523,12 @@ class BucketSynchronizer(Synchronizer):
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(self._users(backward))
         missing = bytes([not backward.lacking <= late.keys()])
+        compared = {} if self._policy.negotiate else self._compared(backward)
         vote = self.negotiation.start(
             mask,
             status,
             is_vote=True,
-            said={"writers": writers, "parameters": said, "missing": missing, **self._compared(backward)},
+            said={"writers": writers, "parameters": said, "missing": missing, **compared},
             own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
         if said is not NOT_DUE and drift is not None and not self.reduction.may_write_parameters:
@@ -537,18 +538,15 @@ class BucketSynchronizer(Synchronizer):
         return vote
 
     def _compared(self, backward: Backward) -> dict[str, bytes]:
-        """What tells whether all ranks have the same gradients, if they must; nothing of one that contributes none.
+        """What tells whether all ranks have the same gradients: nothing of a rank that contributes none.
 
         It is known only now, as some come late, on some ranks alone.
         """
-        if self._policy.negotiate:
-            return {}
-        held = bytearray(self._nothing)
-        for i in self._held(backward).union(backward.aside):
-            held[i] = 1
         if backward.silent or self.weights.is_nothing:
             return {"held": self._nothing, "lacking": self._nothing}
-        return {"held": bytes(held), "lacking": bytes(not here for here in held)}
+        found = self._held(backward).union(backward.aside)
+        held = bytes(i in found for i in range(len(self._nothing)))
+        return {"held": held, "lacking": bytes(not here for here in held)}
 
     def _held(self, backward: Backward) -> set[int]:
         """The parameters of which this rank has contributed a gradient in this step."""
