@@ -6,11 +6,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.compression.comm_state import CommState
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.contracts import CommHook, SyncHook
+from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.options import check_call
 
@@ -52,7 +54,7 @@ class Hooks:
             check(one)
             self.compressor = one
         else:
-            self.comm = (state, hook)
+            self.comm = (GroupHandle(state) if isinstance(state, ProcessGroup) else state, hook)  # which can be copied
         return None
 
     def refuse_sync(self, added: RemovableHandle | None = None) -> None:

@@ -192,7 +192,10 @@ class ReduceFunction(Protocol):
 
 
 class BroadcastFunction(Protocol):
-    """Copies tensors from the first rank of a group to all others, in place."""
+    """Copies tensors from the first rank of a group to all others, in place.
+
+    Either all ranks have a function of their own, or none has; this is compared.
+    """
 
     def __call__(self, tensors: Sequence[Tensor], group: ProcessGroup | None, /) -> Waitable | None:
         """Overwrite ``tensors`` (one dtype and device, any shapes) by those of the group's rank 0.
@@ -203,7 +206,10 @@ class BroadcastFunction(Protocol):
 
 
 class CommHook(Protocol):
-    """A communication hook of ``torch.nn.parallel.DistributedDataParallel``."""
+    """A communication hook of ``torch.nn.parallel.DistributedDataParallel``.
+
+    As there, complex numbers are pairs of real ones in the bucket.
+    """
 
     def __call__(self, state: Any, bucket: GradBucket, /) -> torch.futures.Future[Any]:
         """Return a Future of the reduced flat tensor (or a list that holds it alone)."""

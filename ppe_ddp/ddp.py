@@ -115,7 +115,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         shared_memory: bool = True,
         **ignored: Unpack[IgnoredByUs],
     ) -> None:
-        check_arguments(module, broadcast_buffers, reduce_function, broadcast_function)
+        check_arguments(module, broadcast_buffers, process_group, reduce_function, broadcast_function)
         check_ignored(ignored, DistributedDataParallel.__init__)
         super().__init__(module)
         Joinable.__init__(self)
@@ -164,8 +164,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def _copies_key(self) -> str:
         return f"{self._origin} of ranks {self._group.ranks}"
 
-    def _list_tensors(self) -> ModuleState:
-        module_state = ModuleState(self.module, self._ignored())
+    def _list_tensors(self, before: ModuleState | None = None) -> ModuleState:
+        module_state = ModuleState(self.module, self._ignored(), before)
         if dist.is_initialized():
             check_gradient_dtypes(module_state)
             drops_steps = bool(self._options.check_for_nan_in_grad)
@@ -216,9 +216,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._mark_written()
         self._use_hooks()
         if synchronize:
-            self._reducer.synchronizer.negotiation.check(writes_buffers=groups.world_size > 1)
-            state = [*self._module_state.buffers().values(), *self._module_state.parameters]
-            broadcast_all(self._broadcast_function, state, groups)
+            try:
+                self._reducer.synchronizer.negotiation.check(writes_buffers=groups.world_size > 1)
+                state = [*self._module_state.buffers().values(), *self._module_state.parameters]
+                broadcast_all(self._broadcast_function, state, groups)
+            except Exception:
+                self._reducer = None  # on all ranks: their next forward begins anew
+                raise
             self._reducer.synchronizer.note_buffers()
 
     def _move(self, steps: int) -> Reducer[BucketSynchronizer]:
@@ -245,6 +249,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             f"check_drift {self._options.check_drift!r}",
             f"average_where_used {where_used!r}" if where_used else "",
             own_function(self._reduce_function),
+            "" if self._broadcast_function is broadcast else "broadcast_function of the user's own",
         ]
         return ", ".join(filter(None, texts))
 
@@ -261,7 +266,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         # First recover, which finishes a step of the other ranks with the module as it was.
         if reducer.recover() and not self._module_state.is_current(self.module):
             with reducer.looking_at_module():
-                module_state = self._list_tensors()
+                module_state = self._list_tensors(self._module_state)
                 reducer.synchronizer.check_module(module_state)
             reducer.use_module(module_state)
             if slices := self._hooks.comm_state.follow(self._module_state.renamed_in(module_state)):
@@ -479,7 +484,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reducer.recover()
         synchronizer, groups = self._reducer.synchronizer, self._reducer.groups
         if self._hooks.comm is not None:
-            reduction = HookReduction(*self._hooks.comm, groups)
+            state, hook = self._hooks.comm
+            reduction = HookReduction(state.group() if isinstance(state, GroupHandle) else state, hook, groups)
             synchronizer.use_reduction(reduction, self._packing(fixed=reduction.keeps_state_by_index))
         if self._hooks.compressor is not None:
             self._hooks.comm_state.begin(groups, self._module_state.specs)

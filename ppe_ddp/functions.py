@@ -215,7 +215,8 @@ class _ReduceThread:
         index = gradients.index()
         failed = self._failed_before(index)
         if failed is None and (failed := self._error_of(ready, gradients, group)) is not None:
-            self._failed = index, failed
+            is_alone = isinstance(group, ProcessGroup) and group.size() == 1
+            self._failed = None if is_alone else (index, failed)
             clear_frames(failed)
         del group  # whose connections end with the last reference
         if failed is not None:

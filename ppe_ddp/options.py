@@ -211,7 +211,11 @@ def unknown_keyword(name: str, known: set[str]) -> str:
 
 
 def check_arguments(
-    module: object, broadcast_buffers: object, reduce_function: object, broadcast_function: object
+    module: object,
+    broadcast_buffers: object,
+    process_group: object,
+    reduce_function: object,
+    broadcast_function: object,
 ) -> None:
     """Refuse what cannot be wrapped or called, and torch's ``device_ids`` in the place of ``broadcast_buffers``."""
     if not isinstance(module, nn.Module):
@@ -223,6 +227,11 @@ def check_arguments(
         if function is not None:
             check_call(title, function, arguments)
             declares(function, "takes_divided")  # refuses one that was copied
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in this process_group (new_group() has given it NON_GROUP_MEMBER): wrap "
+            "the module on the ranks of the group only"
+        )
     if isinstance(broadcast_buffers, list | tuple | torch.device):
         raise TypeError(
             "the second argument of this DistributedDataParallel is broadcast_buffers (a bool), as in "

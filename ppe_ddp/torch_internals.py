@@ -141,6 +141,11 @@ def accumulates_below(top: Node | None = None) -> bool:
 # ---------------------------------------------------------------------- tensors
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor that ``tensor`` is a view of, which lives as long as the view; None if it is no view."""
+    return tensor._base
+
+
 def storage_users(tensor: Tensor) -> int:
     """The number of tensors, in Python, autograd or elsewhere, that use the memory of ``tensor``, including itself."""
     handle = tensor.untyped_storage()  # held, as only some versions of torch keep it
@@ -256,7 +261,12 @@ def only_writes_buffers(module: nn.Module) -> bool:
 
 def fits(name: str, pattern: str) -> bool:
     """Whether the name of a parameter fits a shell pattern, also as it was before ``torch.compile(module)``."""
-    return fnmatchcase(name.replace("_orig_mod.", ""), pattern) or fnmatchcase(name, pattern)
+    return fnmatchcase(before_compiling(name), pattern) or fnmatchcase(name, pattern)
+
+
+def before_compiling(name: str) -> str:
+    """The name that a parameter or buffer had before ``torch.compile(module)``."""
+    return name.replace("_orig_mod.", "")
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -321,7 +321,7 @@ class Weights:
 
     def field(self, *, silent: bool, has_gradients: bool, is_manual: bool) -> bytes:
         """This rank's field in a mask; ``is_manual`` for a synchronization without a backward."""
-        if is_manual and not has_gradients:
+        if is_manual and not (has_gradients or silent):
             gradients = self._gradients()  # of NaN, where the counts are 0
             is_kept = self._has_nonzero(gradients) if self._left is None else self._left == _versions(gradients)
             if not is_kept:

@@ -117,3 +117,18 @@ def test_one_rank_makes_a_group_with_other_options():
     total = torch.ones(1)
     dist.all_reduce(total, group=dist.new_group(backend="shm", pg_options=ShmOptions()))
     assert total.item() == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}], ids=["shared", "gloo"])
+@on_two_ranks
+def test_one_rank_has_a_broadcast_function(options):
+    """It may send other messages than the library's own."""
+
+    def each_alone(tensors, group):
+        for tensor in tensors:
+            dist.broadcast(tensor, group=group, group_src=0)
+
+    plugs = {"broadcast_function": each_alone} if dist.get_rank() else {}
+    with pytest.raises(DisagreementError, match=r"rank 1 .*broadcast_function of the user's own"):
+        DistributedDataParallel(seeded(mlp, 4, 4, 2), **options, **plugs)
+    square(DistributedDataParallel(seeded(mlp, 4, 2)))

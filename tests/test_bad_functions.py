@@ -305,7 +305,7 @@ def hold_hook(wrong, error, text, culprit, options):
     hold(wrapper, turns, error, text, "communication hook Turns", culprits=[[culprit]], is_late=is_late)
 
 
-@each_variant
+@pytest.mark.parametrize("options", [*VARIANTS, {"negotiate_grads": False}])
 @on_two_ranks
 def test_a_hook_of_ppe_that_raises(options):
     turns = Turns(lambda wrapper: None, refuse)

@@ -401,3 +401,13 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(impatient_ranks):
     # Counted by the connections, which wrappers of earlier tests may have used.
     assert re.search(r"as it needs rank 1, which has died \(it had completed step \d+ and begun no other\)", str(error))
     assert error.ranks == (1,)
+
+
+@on_two_ranks
+def test_a_group_that_a_rank_is_not_in():
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        square(DistributedDataParallel(seeded(mlp, 4, 2), process_group=group), 0)
+        return
+    with pytest.raises(ValueError, match=r"rank 1 is not in this process_group .*NON_GROUP_MEMBER"):
+        DistributedDataParallel(seeded(mlp, 4, 2), process_group=group)

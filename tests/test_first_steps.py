@@ -13,7 +13,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import ppe_ddp
 from library_warnings import library_warnings
 from one_process import assert_gradients, data, mean_gradients, square
-from ppe_ddp import DisagreementError, DistributedDataParallel, DistributedOptimizer, UnusableError
+from ppe_ddp import (
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    PeerAbortedError,
+    UnusableError,
+)
 from ppe_ddp.cli import doctor
 from ppe_ddp.launch import check_backend
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
@@ -78,6 +84,25 @@ def test_a_wrapper_that_was_made_before_the_ranks_met(first, options, tmp_path):
     assert_gradients(
         model.module, mean_gradients(model.module, lambda m, r: None if first == "finish" and r else square(m, r))
     )
+
+
+@on_two_ranks
+def test_a_wrapper_that_was_made_before_and_could_not_get_the_parameters_of_rank_0_gets_them_in_the_next_step(tmp_path):
+    rank, fails = dist.get_rank(), [True, False]
+    dist.destroy_process_group()
+
+    def send(tensors, group):
+        if fails.pop(0) and rank == 1:
+            raise ValueError("not today")
+        return ppe_ddp.broadcast(tensors, group)
+
+    model = DistributedDataParallel(nn.Linear(4, 3), broadcast_function=send)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    with pytest.raises(ValueError if rank == 1 else PeerAbortedError, match="not today"):
+        square(model, rank)
+    square(model, rank)
+    model.check_in_sync()
+    assert_gradients(model.module, mean_gradients(model.module, square))
 
 
 @on_two_ranks

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from one_process import assert_gradients, mean_gradients, mlp, square
 from ppe_ddp import DistributedDataParallel, average, broadcast, overlapped
@@ -251,3 +252,29 @@ def test_an_overlapped_function_that_has_failed_in_one_group_has_not_in_another(
     with pytest.raises(ValueError, match="not today"):
         function(FlatBucket(0), first).wait()
     assert calls[-1] == (0, True)  # another step
+
+
+@on_two_ranks
+def test_an_overlapped_function_that_has_failed_works_in_the_next_step_of_one_rank_alone():
+    """Also where the bucket in which it has failed is a sparse one there, which functions do not get."""
+    is_failing = [True]
+
+    def fail_once(gradients, group):
+        if is_failing.pop():
+            raise ValueError("not today")
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.layer = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.layer(x if x.is_floating_point() else self.embedding(x)).sum()
+
+    alone = dist.new_subgroups(1)[0]
+    wrapper = DistributedDataParallel(Branches(), process_group=alone, reduce_function=overlapped(fail_once))
+    with pytest.raises(ValueError, match="not today"):
+        wrapper(torch.ones(3, 4)).backward()
+    is_failing[:] = [False] * 3
+    for _ in range(2):
+        wrapper(torch.arange(3)).backward()

@@ -363,3 +363,28 @@ def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it, place):
     wrapper.load_state_dict(wrapper.state_dict()) if place == "itself" else outer.load_state_dict(outer.state_dict())
     wrapper(torch.ones(1, 3), rank == 1).sum().backward()
     assert wrapper.module.some.calls == (8 if loads_it else 2)
+
+
+class Masking(nn.Module):
+    """Registers a causal mask, which is as long as the batch, in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(len(x), len(x)).tril(), persistent=False)
+        return self.last(self.mask @ self.first(x))
+
+
+@pytest.mark.parametrize("lists_anew", [(1,), (0, 1)], ids=["one rank", "all ranks"])
+@on_two_ranks
+def test_a_buffer_that_comes_later_stays_each_ranks_own(lists_anew):
+    rank = dist.get_rank()
+    wrapper = DistributedDataParallel(seeded(Masking))
+    for step in range(4):
+        wrapper.module.first.requires_grad_(step % 2 == 0 or rank not in lists_anew)
+        wrapper(torch.ones(3 + rank, 3)).sum().backward()
+        wrapper.check_in_sync()
+    assert wrapper.module.mask.shape == (3 + rank, 3 + rank)

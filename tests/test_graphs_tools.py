@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.func import functional_call
 
 from one_process import (
@@ -356,6 +357,12 @@ def test_copies_keep_options_functions_and_hooks():
             pass
         square(twin, dist.get_rank())
         assert all((parameter.grad == 7).all() for parameter in twin.parameters())
+    module = seeded(mlp, 4, 2)
+    original = DistributedDataParallel(module)
+    original.register_comm_hook(dist.new_group(), fp16_compress_hook)
+    for twin in (copy.deepcopy(original), by_pickle(original)):
+        square(twin, dist.get_rank())
+        assert_gradients(twin.module, mean_gradients(module, square), rtol=5e-3, atol=1e-2)
 
 
 @on_three_ranks
@@ -543,3 +550,21 @@ def test_a_default_device_of_the_user_moves_nothing_that_ranks_send(kind):
         optimizer.load_state_dict(optimizer.state_dict())
     finally:
         torch.set_default_device(None)
+
+
+@on_two_ranks
+def test_what_is_ignored_is_so_when_the_module_is_compiled():
+    rank, module = dist.get_rank(), seeded(mlp, 4, 5, 2)
+    module.register_buffer("own", torch.full((2,), float(rank)))
+    with torch.no_grad():
+        module[2].weight.fill_(rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["2.weight", "own"])
+    wrapper = DistributedDataParallel(torch.compile(module, backend="eager"))
+    square(wrapper, rank)
+    assert module[2].weight.eq(rank).all()
+    assert module.own.eq(rank).all()
+    ours = module[2].weight.grad.clone()
+    module.zero_grad()
+    square(module, rank)
+    assert torch.equal(ours, module[2].weight.grad)
+    assert not torch.equal(*of_all_ranks(ours))

@@ -21,11 +21,12 @@ from law_scenarios import check_case, every_variant
 from law_steps import StepKind, TrainingStep, Zeroing
 from laws import Case, Variant, breaches, observe, observe_all
 from library_warnings import without_warnings
-from one_process import in_place_mean
+from one_process import assert_same_on_all_ranks, in_place_mean
 from ppe_ddp.engine import negotiation
 from ppe_ddp.engine.mask_exchange import MaskExchange
 from ppe_ddp.testing import ConformanceError, RankError, Ranks
 from ppe_ddp.testing.probes import Plugs
+from rank_tests import on_two_ranks
 from test_conformance import only_for_rank_0
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
@@ -284,3 +285,19 @@ def test_paths_differ_unless_they_are_common(recipe):
     paths = [[recipe.path(step, rank) for step in range(8)] for rank in range(2)]
     assert (paths[0] == paths[1]) == recipe.common_path
     assert all(path.heads for path in paths[0])
+
+
+@on_two_ranks
+def test_ranks_that_must_have_the_same_gradients_may_announce_them_at_other_times():
+    """A rank with a hook of ppe's kind does so behind its backward, when it has that of a reentrant checkpoint, too."""
+    wrapper = ppe_ddp.DistributedDataParallel(CheckpointedFirst(), negotiate_grads=False)
+    if dist.get_rank() == 0:
+        wrapper.register_comm_hook(lambda _: None)
+    for _ in range(2):
+        wrapper.zero_grad()
+        wrapper(torch.ones(2, 3, requires_grad=True)).sum().backward()
+        assert_same_on_all_ranks(wrapper.module)
+    with wrapper.join():
+        for _ in range(1 + dist.get_rank()):
+            wrapper(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    wrapper.check_in_sync()

@@ -477,3 +477,16 @@ def test_gradients_stay_in_shared_memory_where_one_rank_changes_after_a_failed_s
         wrapper.zero_grad()
         square(wrapper, rank)
         assert memory.position(module[0].weight.grad) >= 0
+
+
+@pytest.mark.parametrize("views", [True, False])
+@on_two_ranks
+def test_no_rank_has_a_gradient_in_a_step_that_is_left_out_though_one_has_listed_its_module_anew(views):
+    """Zeros in the memory of earlier buckets would move its parameters, by momentum and weight decay."""
+    rank, module = dist.get_rank(), seeded(mlp, 3, 4, 2)
+    wrapper = DistributedDataParallel(module, check_for_nan_in_grad="skip", gradient_as_bucket_view=views)
+    for step in range(3):
+        module.zero_grad(set_to_none=False)
+        module[0].bias.requires_grad_(step < 2 or rank == 0)
+        (wrapper(data(5, 3, step=step)).sum() * (torch.nan if step == 2 and rank == 0 else 1)).backward()
+    assert all(parameter.grad is None for parameter in module.parameters())

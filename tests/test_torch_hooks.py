@@ -336,3 +336,26 @@ def test_post_local_sgd(subgroups, options):
         square(wrapper, dist.get_rank())
         own = mean_gradients(wrapper.module, lambda m, _: square(m, dist.get_rank()), world_size=1)
         assert_gradients(wrapper.module, own)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(6, 5, dtype=torch.complex64)), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh((x.to(torch.complex64) @ self.weight).abs())))
+
+
+def own_hook(state, bucket):
+    average = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(average, group=state, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize("name", ["allreduce", "fp16", "own"])
+@each_variant
+@on_two_ranks
+def test_complex_numbers_are_pairs_of_real_ones(name, options):
+    tolerance = {"rtol": 5e-3, "atol": 1e-3} if name == "fp16" else {}
+    made = dist.new_group() if name == "own" else None, HOOKS.get(name, own_hook)
+    hold_to_torch(seeded(Complex), lambda: made, steps=3, **tolerance, **options)

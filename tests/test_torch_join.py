@@ -237,7 +237,10 @@ def test_starts_and_finishes_out_of_turn():
     wrapper.start_grad_sync()
     with pytest.raises(RuntimeError, match=rf"rank {rank}: .* under way already"):
         wrapper.start_grad_sync()
-    with pytest.raises(RuntimeError, match=r"between start_grad_sync\(\) and finish_grad_sync\(\); finish first"):
+    text = r"between start_grad_sync\(\) and finish_grad_sync\(\); finish first"
+    with pytest.raises(RuntimeError, match=text):
+        square(wrapper, rank)
+    with wrapper.no_sync(), pytest.raises(RuntimeError, match=text):  # what is not announced would stay its own
         square(wrapper, rank)
     wrapper.zero_grad()
     wrapper.finish_grad_sync()

@@ -915,3 +915,22 @@ def test_a_rank_whose_losses_weigh_nothing_sends_no_buffers(skips):
         assert means[0].isfinite().all()
         assert bool(means[0].any()) is not skips
         assert means[0].equal(means[1])
+
+
+@on_two_ranks
+def test_a_rank_that_refuses_its_gradients_without_a_backward_is_not_a_step_behind():
+    module, rank = seeded(mlp, 4, 5, 2), dist.get_rank()
+    wrapper = DistributedDataParallel(module)
+    if rank == 0:
+        with wrapper.no_sync():
+            weigh(loss_of(wrapper, rank), 0).backward()
+        for parameter in module.parameters():
+            parameter.grad.mul_(0.5)
+        with pytest.raises(UnusableError, match="all zero, have been changed in place"):
+            wrapper.finish_grad_sync()
+    else:
+        with pytest.raises(PeerAbortedError, match="rank 0"):
+            weigh(loss_of(wrapper, rank), 3).backward()
+    wrapper.zero_grad()
+    weigh(loss_of(wrapper, rank), 3 + 2 * rank).backward()
+    assert_gradients(module, expected(seeded(mlp, 4, 5, 2), [3, 5]))

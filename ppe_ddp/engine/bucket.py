@@ -182,7 +182,7 @@ class DenseBucket(Bucket, ABC):
         if reduction.is_plain_average:
             self.pending = reduction.start_average(self._flat, self.plan, self.names)
             return
-        tensors, flat = self._tensors_for_user(self._flat)
+        tensors, flat = self._tensors_for_user(*self._as_given())
         self._sent = GradBucket(
             tensors,
             flat,
@@ -194,13 +194,20 @@ class DenseBucket(Bucket, ABC):
         )
         self.pending = reduction.start(self._sent)
 
-    def _tensors_for_user(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+    def _as_given(self) -> tuple[Tensor, list[Tensor]]:
+        """The flat tensor and its views in the form in which the function or hook gets them."""
+        assert self._flat is not None
+        if self._reduction.takes_real and self._flat.is_complex():
+            return torch.view_as_real(self._flat).view(-1), [*map(torch.view_as_real, self._tensors)]
+        return self._flat, self._tensors
+
+    def _tensors_for_user(self, flat: Tensor, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Aliases of the tensors for the user's function, so that a change of shape there does not change ours."""
         if not self._reduction.may_resize:
-            return [tensor.detach() for tensor in self._tensors], flat.detach()
+            return [tensor.detach() for tensor in tensors], flat.detach()
         copy = flat.clone()  # a hook that resizes the flat tensor must not overwrite the memory behind it
         base = flat.storage_offset()
-        views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in self._tensors]
+        views = [copy.as_strided(t.shape, t.stride(), t.storage_offset() - base) for t in tensors]
         return views, copy
 
     def finish(self) -> Steps:
@@ -213,11 +220,11 @@ class DenseBucket(Bucket, ABC):
             return
         if self.pending is not None:
             yield probe(self.pending)
-        flat, sent = self._flat, self._sent  # read after the yield: an abandoned generator would keep them alive
+        sent = self._sent  # read after the yield: an abandoned generator would keep it alive
         if sent is None:
             return
-        assert flat is not None
-        sent_nbytes = self._reduction.finish(sent, self.pending, self._tensors)
+        flat, tensors = self._as_given()
+        sent_nbytes = self._reduction.finish(sent, self.pending, tensors)
         self.nbytes = self.plan.nbytes if sent_nbytes is None else sent_nbytes
         self.pending = None
         result = sent.buffer()

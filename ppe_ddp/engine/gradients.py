@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Generator, Iterable, Mapping, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ppe_ddp.backends.cuda_device import CudaDevice
 from ppe_ddp.backends.memory_pool import Allocator
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.memory import BucketBuffers
+from ppe_ddp.engine.memory import BucketBuffers, lies_in_bucket
 from ppe_ddp.engine.module import ModuleState, is_distributed, local_tensor
 from ppe_ddp.engine.negotiation import Negotiation
 from ppe_ddp.engine.zero.sharded_gradient import ShardedGradient, local_of, take_local
@@ -65,8 +64,7 @@ class Gradients:
         """Set :attr:`shared` and :attr:`in_place` for the gradients from before this backward."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]
         addresses = [gradient.data_ptr() for _, gradient in dense]
-        bounds = self.buffers.bounds()
-        others = [k for k, address in enumerate(addresses) if address and not bisect(bounds, address) % 2]
+        others = [k for k, address in enumerate(addresses) if address and not lies_in_bucket(dense[k][1])]
         if used := {k: users for k in others if (users := storage_users(dense[k][1])) > 1}:
             own = Counter(map(_storage, self._of_all_wrappers()))  # autograd gives equal gradients one memory
             self.in_place = {dense[k][0] for k, users in used.items() if users > own[_storage(dense[k][1])]}

@@ -16,6 +16,8 @@ Each field is encoded so that every rank can decode it from the maxima over the 
     users      bits a rank                                               which of some gradients it had (weighing.py)
     times      2 a rank                                                  the duration of its step (stragglers.py)
     parameters 24                                                        digest of some parameters (replicas.py)
+    held       a parameter                                               without negotiation: it had this gradient ...
+    lacking    a parameter                                               ... or had it not
     missing    1                                                         an announced gradient has not come
     learned    32             digest of what this rank has learned: if the digests differ, all ranks forget it
     taken      4 a rank       with a compressor: the steps that it has completed; all ranks take the largest number

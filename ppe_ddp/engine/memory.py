@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.group_internals import backend_for, device_types
 from ppe_ddp.backends.memory_pool import Allocator, allocated, fresh
 from ppe_ddp.engine.plan import BucketPlan, ParameterSpec
-from ppe_ddp.torch_internals import storage_users, tensor_users, unflatten, users_of_tensors
+from ppe_ddp.torch_internals import base_of, storage_users, tensor_users, unflatten, users_of_tensors
 
 _LIES_AS = torch.Tensor.is_set_to
 _ITEMSIZE = torch.Tensor.element_size
@@ -56,11 +56,24 @@ def allocator(group: ProcessGroup) -> Allocator:
     return allocate
 
 
+_OF_BUCKETS = "_ppe_ddp_of_buckets"
+
+
+def lies_in_bucket(gradient: Tensor) -> bool:
+    """Whether a gradient is a view of the memory of a bucket, of any wrapper, also of one that is no more."""
+    base = base_of(gradient)
+    if base is None or not hasattr(base, _OF_BUCKETS):
+        return False
+    start = base.data_ptr()  # the user may have given the gradient other memory (``.grad.data = ...``)
+    return start <= gradient.data_ptr() < start + base.nbytes
+
+
 class BucketBuffer:
     """A flat buffer that is laid out for one bucket at a time."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+        setattr(memory, _OF_BUCKETS, True)  # gradients may outlive this object, and hold the memory by themselves
         self.bucket: BucketPlan | None = None  # the bucket it is laid out for
         self.flat = memory  # 1-D, of the bucket's size
         self.slots: list[Tensor] = []  # views of it, one a member, with the member's shape and strides
@@ -138,11 +151,6 @@ class BucketBuffers:
             found.lay_out(bucket, specs, parameters)
         self._used.add(id(found))
         return found
-
-    def bounds(self) -> list[int]:
-        """The begin and end address of each buffer, in one sorted list."""
-        memories = [buffer.memory for buffer in chain.from_iterable(self._held.values())]
-        return sorted(bound for m in memories for bound in (m.data_ptr(), m.data_ptr() + m.nbytes))
 
     def trim(self) -> None:
         """Drop what was not used since the last trim. Gradients that are views keep their memory alive themselves."""

@@ -18,7 +18,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.plan import ParameterSpec, is_non_overlapping_and_dense
-from ppe_ddp.torch_internals import buffer_table, child_table, parameter_table, without_torch_function
+from ppe_ddp.torch_internals import (
+    before_compiling,
+    buffer_table,
+    child_table,
+    parameter_table,
+    without_torch_function,
+)
 
 CAST_OF = "_ppe_ddp_cast_of"
 """The attribute of a copy in another dtype, which is in the place of a parameter while a module runs: the parameter."""
@@ -27,10 +33,11 @@ CAST_OF = "_ppe_ddp_cast_of"
 class ModuleState:
     """The parameters and buffers of a module at one moment, without those whose qualified names are in ``ignored``.
 
+    Buffers that a submodule has got since the listing ``before`` are left out: ranks may differ in them.
     Raises a ValueError that names the parameter if one is lazy (has no shape yet).
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str] = (), before: ModuleState | None = None) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
         self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
@@ -38,6 +45,8 @@ class ModuleState:
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
         self.buffer_slots: list[tuple[str, nn.Module, str]] = []  # the name, the module, its name for the buffer
         self._walk()
+        if before is not None:
+            self._leave_out_later(before)
         self.has_buffers = bool(self.buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
@@ -51,6 +60,7 @@ class ModuleState:
 
     def _walk(self) -> None:
         modules = list(self._module.named_modules())
+        self._submodules = [owner for _, owner in modules]
         sparse = {
             id(submodule.weight)
             for _, submodule in modules
@@ -64,14 +74,23 @@ class ModuleState:
                 parameter = getattr(entry, CAST_OF, entry)
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
-                if dot + name in self._ignored:
+                if self._is_ignored(dot + name):
                     continue
                 seen.add(id(parameter))
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
             self.buffer_slots.extend(
-                (dot + name, owner, name) for name in buffer_table(owner) if dot + name not in self._ignored
+                (dot + name, owner, name) for name in buffer_table(owner) if not self._is_ignored(dot + name)
             )
+
+    def _is_ignored(self, name: str) -> bool:
+        return name in self._ignored or before_compiling(name) in self._ignored
+
+    def _leave_out_later(self, before: ModuleState) -> None:
+        listed = set(map(id, before._submodules))
+        there = {(id(owner), key) for _, owner, key in before.buffer_slots}
+        slots = self.buffer_slots
+        self.buffer_slots = [one for one in slots if id(one[1]) not in listed or (id(one[1]), one[2]) in there]
 
     @property
     def names(self) -> list[str]:

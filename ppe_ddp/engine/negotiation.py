@@ -286,8 +286,7 @@ class Negotiation:
             local: One byte a parameter: whether this rank has the gradient.
             status: A byte of this rank, which all ranks get.
             buffers: The result of :meth:`buffers`.
-            is_vote: Whether this is the second message of a step. In it ranks may have different gradients even if they
-                do not negotiate.
+            is_vote: Whether this is the second message of a step.
             said: Further fields, by name, of which all ranks get the maximum.
             own: Further fields, by name, of which all ranks get the value of each rank.
         """
@@ -301,10 +300,7 @@ class Negotiation:
         if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:
             self._buffer_lines = lines
             self._digest = fingerprint(self._lines())
-        # Ranks that do not negotiate must have the same gradients. Without this check they might send buckets of
-        # different sizes, for which a transport may end the process.
-        same = "" if is_vote or self._negotiate else local.hex()
-        digest = blake2b(f"{self._place} {same}".encode(), digest_size=DIGEST, key=self._digest).digest()
+        digest = blake2b(self._place.encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
         if self.sends_by_node and groups.node_masks is not None:
             fields["present"], fields["nodes"] = map(fields["present"].translate, groups.node_masks.tables)
@@ -357,6 +353,11 @@ class Negotiation:
         mask = fields.pop("present")
         if self.sends_by_node and self._groups.node_masks is not None:
             mask, nodes = self._read(self._groups.node_masks, mask, fields.pop("nodes"))
+        held, lacking = fields.pop("held", b""), fields.pop("lacking", b"")
+        if any(map(min, held, lacking)):
+            own = exchange.fields["held"]
+            is_silent = not any(own + exchange.fields["lacking"])
+            raise _disagreement([self._place, *self._lines(held if is_silent else own)], self._groups)
         return Agreement(mask, nodes=nodes, **fields)
 
     def _agree_on_taken(self, counts: Sequence[int]) -> None:

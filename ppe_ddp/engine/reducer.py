@@ -276,6 +276,8 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
+                if self._started is not None:
+                    self._refuse_gradient(self._started, index)
                 if Weights.were_used:
                     self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
@@ -291,9 +293,8 @@ class Reducer(Generic[C]):
                 self.synchronizer.on_accumulated((index,))
                 return
             if backward.is_manual:
-                if backward.turn is not None and backward.turn.is_held:
-                    return  # of another wrapper that has this parameter, too: the mask is still to be made
-                self._refuse_gradient(index)
+                self._refuse_gradient(backward, index)
+                return
             self._count_arrived(backward, index)
             if backward.waiting is None:
                 return  # negotiated when backward is over
@@ -327,11 +328,12 @@ class Reducer(Generic[C]):
         if self.synchronizer.empties_grad:
             self.synchronizer.on_accumulated(expected)
 
-    def _refuse_gradient(self, index: int) -> NoReturn:
+    def _refuse_gradient(self, started: Backward | Completion, index: int) -> None:
+        if started.turn is not None and started.turn.is_held:
+            return  # of another wrapper that has this parameter, too: the mask is still to be made
         raise UnusableError(
             f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
-            "finish_grad_sync(); finish first. Where the backward is of another wrapper that has this parameter, too, "
-            "call finish_grad_sync() alone, after it"
+            "finish_grad_sync(); finish first (where another wrapper has it, too: call finish_grad_sync() after it)"
         )
 
     def _refuse_replaced(self, before: Mapping[str, nn.Parameter]) -> None:

@@ -48,6 +48,7 @@ class Reduction(ABC):
         is_plain_average: Whether no function or hook is called: buckets are averaged by :meth:`start_average` and
             :meth:`finish_average`.
         sends_nothing: Whether nothing is sent at all: a rank alone has its averages already.
+        takes_real: Whether it gets complex numbers as pairs of real ones, as in torch's wrapper.
         sends_kept: Whether an average may include values that were kept from earlier steps (error feedback).
         may_write_parameters: Whether parameters may change before all buckets are complete: a hook of torch's kind may
             step an optimizer.
@@ -63,6 +64,7 @@ class Reduction(ABC):
     turns: frozenset[str] = frozenset()
     is_plain_average = False
     sends_nothing = False
+    takes_real = False
     sends_kept = False
     may_write_parameters = False
     may_launch: Probe | None = None
@@ -281,6 +283,8 @@ class HookReduction(Reduction):
     communicates in it, and a failure can end it. All other hooks communicate in the user's groups.
     """
 
+    takes_real = True
+
     def __init__(self, state: Any, hook: CommHook, groups: Groups) -> None:
         super().__init__(groups)
         users = [] if _can_be_given(hook, state, groups.parent) else _groups_in(state)
@@ -337,7 +341,7 @@ class HookReduction(Reduction):
                 f"the Future of {self.title} holds {type(value).__name__} ({self.describe(bucket)}); it must hold the "
                 "reduced flat tensor"
             )
-        total = sum(parameter.numel() for parameter in bucket.parameters())
+        total = sum(parameter.numel() << parameter.is_complex() for parameter in bucket.parameters())
         if value.numel() != total:
             raise FunctionError(
                 f"the Future of {self.title} holds {value.numel()} elements, the bucket has {total} "

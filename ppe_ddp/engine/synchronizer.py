@@ -232,7 +232,7 @@ class BucketSynchronizer(Synchronizer):
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
         turn = backward.turn
-        # Without negotiation all masks must be the same, and the ranks may end different wrappers together.
+        # Without negotiation all ranks must have the same gradients, and may end different wrappers together.
         if turn is not None and self._policy.negotiate:
             local = turn.claim(local)
         apart = SharedParameters.apart if turn is None else turn.apart
@@ -544,12 +544,13 @@ class BucketSynchronizer(Synchronizer):
             said = drift.field(takes_part=not backward.has_run_out)
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(self._users(backward))
-        # Late gradients depend on timing, so they may differ even if all ranks have the same gradients.
+        missing = bytes([not backward.lacking <= late.keys()])
+        compared = {} if self._policy.negotiate else self._compared(backward)
         vote = self.negotiation.start(
             mask,
             status,
             is_vote=True,
-            said={"writers": writers, "parameters": said, "missing": bytes([not backward.lacking <= late.keys()])},
+            said={"writers": writers, "parameters": said, "missing": missing, **compared},
             own={"users": users, "times": self.times.field(backward.recorder.backward_at)},
         )
         if said is not NOT_DUE and drift is not None and not self.reduction.may_write_parameters:
@@ -557,6 +558,17 @@ class BucketSynchronizer(Synchronizer):
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
+
+    def _compared(self, backward: Backward) -> dict[str, bytes]:
+        """What tells whether all ranks have the same gradients: nothing of a rank that contributes none.
+
+        It is known only now, as some come late, on some ranks alone.
+        """
+        if backward.silent or self.weights.is_nothing:
+            return {"held": self._nothing, "lacking": self._nothing}
+        found = self._held(backward).union(backward.aside)
+        held = bytes(i in found for i in range(len(self._nothing)))
+        return {"held": held, "lacking": bytes(not here for here in held)}
 
     def _held(self, backward: Backward) -> set[int]:
         """The parameters of which this rank has contributed a gradient in this step."""
