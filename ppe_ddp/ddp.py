@@ -212,7 +212,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reducer.use_module(self._module_state)
         self._reducer.enabled = self.require_backward_grad_sync
         self._reducer.synchronizer.weights.is_refused = self._is_apart
-        self._compare_outer_steps()
         self._mark_written()
         self._use_hooks()
         if synchronize:
@@ -373,12 +372,6 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._options = replace(self._options, check_drift=False)
         if self._reducer is not None:
             self._reducer.synchronizer.train_apart(apart)
-
-    def _compare_outer_steps(self) -> None:
-        """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
-        if self._reducer is not None:
-            described = [one.described() for one in self._outer_steps]
-            self._reducer.synchronizer.negotiation.use_plug("outer steps of", *described)
 
     @uncompiled
     def start_grad_sync(self) -> None:

@@ -714,7 +714,8 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
 
     module = nn.Linear(2, 2)
     ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail, _outer_steps=[])
-    ddp._compare_outer_steps, ddp._reducer = lambda: None, SimpleNamespace(synchronizer=SimpleNamespace(handed_over=0))
+    synchronizer = SimpleNamespace(handed_over=0, negotiation=SimpleNamespace(use_plug=lambda *_: None))
+    ddp._reducer = SimpleNamespace(synchronizer=synchronizer)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     LocalSGD(ddp, optimizer, every=1)
     with pytest.raises(UnusableError, match=r"was destroyed\. If you no longer use it, call stop\(\) of its LocalSGD"):

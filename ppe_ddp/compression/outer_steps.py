@@ -34,7 +34,6 @@ class Synchronizing(Protocol):
     _reducer: Any
 
     def train_apart(self, apart: bool = ...) -> None: ...
-    def _compare_outer_steps(self) -> None: ...
     def finish_grad_sync(self) -> None: ...
     def abort_grad_sync(self, reason: str) -> None: ...
 
@@ -146,7 +145,7 @@ class OuterSteps:
                     self._last = {**other._last}
                 other._forget_others()
         ddp._outer_steps.append(self)
-        ddp._compare_outer_steps()
+        self._compare()
 
     def _shared_with(self, other: OuterSteps) -> str | None:
         """A parameter of which ``other``, too, would take an outer step. Averaging twice does no harm."""
@@ -249,6 +248,12 @@ class OuterSteps:
             self._ddp.abort_grad_sync(str(error))
             raise error
 
+    def _compare(self) -> None:
+        """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
+        if (reducer := self._ddp._reducer) is not None:
+            described = [one.described() for one in self._ddp._outer_steps]
+            reducer.synchronizer.negotiation.use_plug("outer steps of", *described)
+
     def _forget_others(self) -> None:
         self._forwards = self._steps_of_others = 0
         if self._of_others is not None:
@@ -289,7 +294,7 @@ class OuterSteps:
                 self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
                 raise
             before = self._handed_over
-            self._ddp._compare_outer_steps()
+            self._compare()
             try:
                 self._ddp.finish_grad_sync()
             except UnusableError as error:
@@ -369,7 +374,7 @@ class OuterSteps:
         if self in self._ddp._outer_steps:
             self._ddp._outer_steps.remove(self)
         self._ddp.train_apart(bool(self._ddp._outer_steps))
-        self._ddp._compare_outer_steps()
+        self._compare()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
