@@ -98,6 +98,10 @@ class User(Protocol):
         """Note that this step has failed on this rank after its backward, and that the other ranks are told."""
         ...
 
+    def compare(self) -> None:
+        """Compare parameters and options of the ranks outside of a step, and connect again after a failure."""
+        ...
+
 
 class _Renewing(threading.local):
     """The groups that one thread is renewing, in the order in which it began."""

@@ -433,6 +433,10 @@ class Reducer(Generic[C]):
             then = partial(self._conclude, backward, drift)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn, self.note_failure)
 
+    def compare(self) -> None:
+        """See :meth:`Synchronizer.check`."""
+        self.synchronizer.check()
+
     def note_failure(self) -> None:
         """Note that this step has failed here, in this wrapper or another one, and that the other ranks are told."""
         self.synchronizer.knows_of_failure = True
