@@ -181,10 +181,8 @@ class Reducer(Generic[C]):
         if self._arrivals.streams is None and backward.thread != threading.get_ident():
             return  # on CPUs it is under way on another thread
 
-        def is_gone() -> bool:
-            return backward.alive() is None
-
-        if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
+        progress, is_gone = progress_engine(os.getpid()), lambda: backward.alive() is None
+        if progress.wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
             self._abort_if_unfinished(weakref.ref(self), backward.alive)
 
     def before_forward(self) -> None:
