@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
 from library_warnings import library_warnings
-from one_process import of_all_ranks
+from one_process import of_all_ranks, seeded
 from ppe_ddp import (
     Checkpointer,
     CheckpointError,
@@ -115,6 +116,30 @@ def go_on_with_another_compressor(folder):
         assert all(map(torch.equal, first.model.state_dict().values(), other.model.state_dict().values()))
         assert other.model.comm_state_dict().get("parameters", {}) == {}
         other.step()
+
+
+@on_two_ranks
+def test_a_training_goes_on_with_the_other_wrapper():
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+
+    def parts(module, *, is_megatron):
+        wrap = partial(megatron.DistributedDataParallel, None, config) if is_megatron else DistributedDataParallel
+        wrapper = wrap(module)
+        return {"model": wrapper, "optimizer": DistributedOptimizer(torch.optim.AdamW, wrapper, lr=0.1)}
+
+    for is_megatron in (False, True):
+        saved = parts(seeded(nn.Linear, 4, 3), is_megatron=is_megatron)
+        folder, loaded = shared_folder(), parts(seeded(nn.Linear, 4, 3), is_megatron=not is_megatron)
+        with torch.no_grad():
+            loaded["model"].module.weight.zero_()
+        if not is_megatron:
+            saved["model"].register_comm_hook(ErrorFeedback(TopK(0.5)))
+        Checkpointer(folder, saved).save(1)
+        with library_warnings() as texts:
+            assert Checkpointer(folder, loaded).load().step == 1
+        warns = not is_megatron and dist.get_rank() == 0
+        assert [text[:36] for text in texts] == ["this was saved with ErrorFeedback(co"] * warns
+        assert all(map(torch.equal, saved["model"].parameters(), loaded["model"].parameters()))
 
 
 def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):

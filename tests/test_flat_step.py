@@ -110,18 +110,28 @@ def test_a_step_makes_few_calls_once_two_had_the_same_gradients():
     assert pair.step(without=(3,))[1] > single / 2
 
 
-def test_the_lists_of_groups_and_the_keys_of_state_are_the_weights_between_steps():
+def test_the_lists_of_groups_and_the_keys_of_state_are_the_weights_between_steps(monkeypatch):
     pair = Pair(torch.optim.SGD)
     lists = [group["params"] for group in pair.optimizers[1].param_groups]
     for _ in range(3):
         pair.step()
         assert all(now["params"] is then for now, then in zip(pair.optimizers[1].param_groups, lists, strict=True))
         assert set(map(id, pair.optimizers[1].state)) <= set(map(id, pair.ours))
+    monkeypatch.setattr(master_weights.FlatShards, "unpack", interrupted)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        pair.flat.step()
+    monkeypatch.undo()
     pair.optimizers[1].param_groups[1]["lr"] = "none"  # an error in the second group
+    assert all(now["params"] is then for now, then in zip(pair.optimizers[1].param_groups, lists, strict=True))
+    assert set(map(id, pair.optimizers[1].state)) <= set(map(id, pair.ours))
     with pytest.raises(TypeError), torch.no_grad():
         pair.flat.step()
     assert all(now["params"] is then for now, then in zip(pair.optimizers[1].param_groups, lists, strict=True))
     assert set(map(id, pair.optimizers[1].state)) <= set(map(id, pair.ours))
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_hyper_parameters_and_state_that_a_user_changes_count():

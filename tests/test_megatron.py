@@ -182,7 +182,8 @@ def test_the_old_form_has_megatrons_defaults():
     sized = DistributedDataParallel(None, net(), dist.group.WORLD, False, True, False, bucket_size=7)
     assert sized.bucket_size == 7
     assert wrap(overlap_grad_reduce=False).bucket_size is None
-    stage = ParallelGroups(pipeline=dist.group.WORLD)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    stage = ParallelGroups(data=alone, pipeline=dist.group.WORLD)
     late = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), net(), groups=stage)
     assert (late.bucket_size is None) == (dist.get_rank() == 1)
 
@@ -613,6 +614,8 @@ def test_param_sync_before_or_during_the_forward(overlap):
     model.start_param_sync(force_sync=True)
     torch.testing.assert_close(list(model.module.parameters()), list(twin.parameters()))
     move(0.25)
+    if rank == 1:
+        model.abort_grad_sync("behind a step, so that the other rank hears of it only now")
     model.disable_forward_pre_hook(param_sync=True)
     torch.testing.assert_close(list(model.module.parameters()), list(twin.parameters()))
     model.enable_forward_pre_hook()

@@ -140,6 +140,32 @@ def test_zero_grad_clears_the_gradients_of_one_optimizer(bucket_size):
     assert not any(buffer.grad_data.any() for buffer in model.grad_buffers)
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
+@on_two_ranks
+def test_zero_grad_of_one_optimizer_leaves_what_another_one_has_clipped(has_experts):
+    """That is in copies, as the master weights have another dtype; the gradients lie in one buffer, or in two."""
+    alone = [dist.new_group([other]) for other in range(2)][dist.get_rank()] if has_experts else None
+    module = seeded(WithExpert).bfloat16()
+    for parameter in module.expert.parameters():
+        parameter.allreduce = not has_experts
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups(expert=alone))
+    first, second = (
+        optim.DistributedOptimizer(torch.optim.SGD(part.parameters(), lr=1.0), shards)
+        for part, shards in ((module.dense, model), (module.expert, model.sharded(experts=has_experts)))
+    )
+    for step in range(2):
+        model(data(4, 7, step=step).bfloat16()).float().pow(2).sum().backward()
+        finalize_model_grads([model])
+        assert optim.clip_grad_norm_([first, second], 0.1) > 0.2
+        clipped = [weight.grad.clone() for weight in second.param_groups[0]["params"]]
+        first.step()
+        first.zero_grad()
+        assert all(map(torch.equal, clipped, (weight.grad for weight in second.param_groups[0]["params"])))
+        second.step()
+        second.zero_grad()
+
+
 @on_two_ranks
 def test_groups_may_be_looked_at_between_micro_batches():
     module = seeded(mlp, 7, 3)
@@ -267,6 +293,25 @@ def test_a_scaler_needs_as_many_optimizers_on_each_stage(has_experts):
     with pytest.raises(UnusableError, match=f"rank {rank}: stages have from 1 to 2 distributed optimizers"):
         scaler.step(optimizers[0])
     for optimizer in optimizers:
+        optimizer.step()
+
+
+@on_two_ranks
+def test_a_stage_where_nothing_is_trained_takes_part_in_clipping():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    module = seeded(torch.nn.Linear, 4, 4).requires_grad_(dist.get_rank() == 1).double()
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module, groups=ParallelGroups(alone, pipeline=dist.group.WORLD))
+    with pytest.raises(ValueError, match="make one of no parameters"):
+        optim.clip_grad_norm_([], 1.0)
+    optimizer = optim.DistributedOptimizer(torch.optim.AdamW, model, lr=0.1)
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(torch.ones(2, 4, dtype=torch.float64, requires_grad=True)).sum().backward()
+        finalize_model_grads([model])
+        norm = optimizer.clip_grad_norm_(1.0)
+        assert norm.dtype is torch.float64
+        assert norm.item() == 80**0.5
         optimizer.step()
 
 

@@ -368,6 +368,21 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order():
 
 
 @on_two_ranks
+def test_ranks_that_average_have_the_same_part_of_the_model():
+    everyone, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    others = rf"rank {dist.get_rank()}: ranks \[{1 - dist.get_rank()}\] are in groups"
+    for given, text in (
+        ({"tensor": everyone}, r"\.data \(data=None: all ranks\), .* in groups\.tensor"),
+        ({"data": everyone, "pipeline": everyone}, r"\.data .* in groups\.pipeline"),
+        ({"data": alone, "tensor": everyone, "expert": everyone}, r"\.expert .* in groups\.tensor.* expert_tensor"),
+    ):
+        with pytest.raises(ValueError, match=others + text):
+            DistributedDataParallel(None, DistributedDataParallelConfig(), Expert(), groups=ParallelGroups(**given))
+    groups = ParallelGroups(data=alone, tensor=everyone, expert=everyone, expert_tensor=alone)
+    DistributedDataParallel(None, DistributedDataParallelConfig(), Expert(), groups=groups)
+
+
+@on_two_ranks
 def test_a_checkpointer_saves_the_parts_of_a_split_model_apart(tmp_path):
     """One for all ranks would save one tensor of each name."""
     groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))

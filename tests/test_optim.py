@@ -323,18 +323,24 @@ def test_of_two_optimizers_of_one_parameter_the_first_is_refused():
 
 
 @pytest.mark.parametrize("difference", ["rate", "class", "order"])
+@pytest.mark.parametrize("is_megatron", [False, True])
 @on_two_ranks
-def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference):
-    is_other = dist.get_rank() == 1
-    wrapper = DistributedDataParallel(seeded(mlp, 6, 3))
+def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference, is_megatron):
+    is_other, config = dist.get_rank() == 1, megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrap = partial(megatron.DistributedDataParallel, None, config) if is_megatron else DistributedDataParallel
+    wrapper = wrap(seeded(mlp, 6, 3))
     kind = torch.optim.Adam if is_other and difference == "class" else torch.optim.SGD
     parameters = list(wrapper.parameters())[:: -1 if is_other and difference == "order" else 1]
     inner = kind(parameters, lr=0.1 + (is_other and difference == "rate"))
     optimizer = DistributedOptimizer(inner, wrapper)
     words = {"rate": r"lr=1\.1.* lr=0\.1", "class": "Adam .* SGD ", "order": r"'0\.bias'.*'0\.weight'"}[difference]
     for _ in range(2):
+        wrapper(data(2, 6)).sum().backward() if is_megatron else None
+        step = wrapper.finish_grad_sync if is_megatron else wrapper(data(2, 6)).sum().backward
         with pytest.raises(DisagreementError, match="rank 1 differs from rank 0: .*" + words):
-            wrapper(data(2, 6)).sum().backward()
+            step()
+        if is_megatron:
+            wrapper.zero_grad_buffer()
     for group in optimizer.param_groups:
         assert all(weight.grad is None for weight in group["params"])
 

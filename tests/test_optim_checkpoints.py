@@ -10,9 +10,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from library_warnings import library_warnings
 from one_process import data, seeded
 from optim_runners import quietly
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, megatron
+from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import MasterWeights
 from rank_tests import on_two_ranks
 
@@ -243,6 +245,7 @@ def test_a_state_is_loaded_where_one_rank_alone_has_heard_of_a_failure(wrapper):
 @pytest.mark.parametrize("wrapper", ["plain", "megatron"])
 @on_two_ranks
 def test_who_is_interrupted_as_it_loads_tells_the_others_and_all_can_load_again(wrapper):
+    """In a hook, as it reads, as it fetches what others have, and as parameters are gathered."""
     model, optimizer = two_heads(wrapper, adamw, master_dtype=torch.float64)
     train(model, optimizer, [0, 1])
     saved = copy.deepcopy(optimizer.state_dict())
@@ -252,16 +255,40 @@ def test_who_is_interrupted_as_it_loads_tells_the_others_and_all_can_load_again(
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    told = pytest.raises(PeerAbortedError, match=r"rank 1 failed in DistributedOptimizer\.load_state_dict\(\)")
-    with pytest.MonkeyPatch.context() as patches:
-        if dist.get_rank() == 1:
-            patches.setattr(MasterWeights, "write", interrupt)
-            told = pytest.raises(KeyboardInterrupt)
-        with told:
-            optimizer.load_state_dict(saved)
-    optimizer.load_state_dict(saved)
-    assert all(map(torch.equal, model.module.parameters(), before))
+    places = [(MasterWeights, "refresh"), (optimizer_state._CheckpointPart, "_take"), (MasterWeights, "write")]
+    if wrapper == "megatron":
+        places.append((optimizer_state, "_whole"))
+    for owner, name in places:
+        told = pytest.raises(PeerAbortedError, match=r"rank 1 failed in DistributedOptimizer\.load_state_dict\(\)")
+        with pytest.MonkeyPatch.context() as patches:
+            if dist.get_rank() == 1:
+                patches.setattr(owner, name, interrupt)
+                told = pytest.raises(KeyboardInterrupt)
+            with told:
+                optimizer.load_state_dict(saved)
+        optimizer.load_state_dict(saved)
+        assert all(map(torch.equal, model.module.parameters(), before))
     train(model, optimizer, [0, 1])
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "megatron"])
+@on_two_ranks
+def test_ranks_that_load_shards_of_different_steps_are_told_and_other_hyper_parameters_are_refused(wrapper):
+    model, optimizer = two_heads(wrapper, adamw)
+    files = []
+    for _ in range(2):
+        train(model, optimizer, [0, 1])
+        files.append(copy.deepcopy(optimizer.state_dict()))
+    with library_warnings() as texts:
+        optimizer.load_state_dict(files[0])
+        optimizer.load_state_dict(files[dist.get_rank()])
+    assert [text[:66] for text in texts] == ["the ranks load shards of different steps, by rank: [1.0, 2.0]. Unl"][
+        dist.get_rank() :
+    ]
+    for group in files[0]["param_groups"]:
+        group["lr"] = 0.01 * (1 + dist.get_rank())
+    with pytest.raises(ValueError, match=r"nothing was loaded on any: they differ in \['group 0 with lr=0\.01'"):
+        optimizer.load_state_dict(files[0])
 
 
 # --- the precision of state

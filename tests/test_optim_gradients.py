@@ -157,7 +157,7 @@ def test_a_frozen_parameter_keeps_the_gradient_that_it_has(by_itself):
 
 @on_two_ranks
 def test_one_rank_whose_step_or_closure_raises_tells_the_others():
-    """The first keeps a gradient that is not averaged; in the second the gradients are there already."""
+    """The first keeps a gradient that is not averaged; in the second the gradients are there; the third has a hook."""
     setup, rank = Setup(), dist.get_rank()
 
     def closure():
@@ -166,7 +166,13 @@ def test_one_rank_whose_step_or_closure_raises_tells_the_others():
         if rank == 1 and fails:
             raise ArithmeticError("planned")
 
-    for fails, error in ((False, UnusableError), (True, ArithmeticError), (False, None)):
+    def hook(*_):
+        if rank == 1 and error is MemoryError:
+            raise error
+
+    setup.ours.register_step_pre_hook(hook)
+    cases = ((False, UnusableError), (True, ArithmeticError), (False, MemoryError), (False, None))
+    for fails, error in cases:
         setup.ours.zero_grad()
         setup.backward()
         if error is UnusableError and rank == 1:

@@ -6,19 +6,24 @@ import importlib.util
 import io
 import json
 import math
+import os
 import pickle
 import random
+import signal
+import time
 from collections import OrderedDict
 from pathlib import Path
 from pickle import UnpicklingError
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import sharding_checks
+from failing import SECONDS
 from ppe_ddp.backends.json_collectives import dump_plain, load_plain
-from ppe_ddp.errors import CheckpointError
+from ppe_ddp.errors import CheckpointError, CommunicationError
 from ppe_ddp.sharding import (
     Checkpoint,
     DistModule,
@@ -38,6 +43,7 @@ from ppe_ddp.sharding.load_plan import (
     plan_messages,
     shape_of,
 )
+from ppe_ddp.testing import RankError, Ranks
 from subprocesses import MPIRUN, run, warm_python
 
 HERE = Path(__file__).parent
@@ -219,6 +225,31 @@ def test_a_copy_has_all_of_the_module(copied):
 
 def _add_entry(_module, state_dict, _prefix, _metadata):
     state_dict["added"] = torch.ones(1)
+
+
+def test_a_rank_that_dies_in_a_load_is_named_on_all():
+    with Ranks(3, timeout=120) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(load_and_die, grace=SECONDS)
+    found = caught.value.exceptions
+    assert sorted(found) == [0, 1]
+    assert all(error.ranks == (2,) for error in found.values()), found
+    assert all("rank 2, which has died" in str(error) for error in found.values()), found
+
+
+def load_and_die():
+    transferred, begin = distribution.Load._transferred, time.monotonic()
+
+    def die(load, message):
+        if dist.get_rank() == 2 and message.pieces[0].routed.key == "2.weight":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transferred(load, message)
+
+    distribution.Load._transferred = die
+    net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    with pytest.raises(CommunicationError) as caught:
+        DistModule(net, piece_nbytes=1 << 18).load_state_dict(net.state_dict())
+    assert time.monotonic() - begin < SECONDS
+    raise caught.value
 
 
 def test_wrong_arguments_are_refused():

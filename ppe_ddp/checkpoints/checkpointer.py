@@ -90,11 +90,14 @@ class Restored:
 def _load_communication(wrapper: Any, saved: Any) -> None:
     """Load the ``comm_state_dict()`` of a wrapper; another compressor, or one on other nodes, begins anew."""
     own = wrapper.comm_state_dict()
-    if isinstance(own, list):  # of Megatron's wrapper: one for each group
-        fitting: Any = [fitting_state(*pair) for pair in zip(saved, own, strict=True)]
+    if isinstance(own, list) is not isinstance(saved, list):  # of Megatron's wrapper, which has one for each group
+        _forget_unsent([wrapper])
+        for state in saved if isinstance(saved, list) else [saved]:
+            fitting_state(state, {})  # warns of what is not loaded
+    elif isinstance(own, list):
+        wrapper.load_comm_state_dict([fitting_state(*pair) for pair in zip(saved, own, strict=True)])
     else:
-        fitting = fitting_state(saved, own)
-    wrapper.load_comm_state_dict(fitting)
+        wrapper.load_comm_state_dict(fitting_state(saved, own))
 
 
 def _forget_unsent(parts: Iterable[Any]) -> None:

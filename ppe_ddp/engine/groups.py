@@ -96,7 +96,9 @@ class User(Protocol):
 
     def note_failure(self) -> None:
         """Note that this step has failed on this rank after its backward, and that the other ranks are told."""
-        ...
+
+    def compare(self) -> None:
+        """Compare parameters and options of the ranks outside of a step, and connect again after a failure."""
 
 
 class _Renewing(threading.local):

@@ -181,10 +181,8 @@ class Reducer(Generic[C]):
         if self._arrivals.streams is None and backward.thread != threading.get_ident():
             return  # on CPUs it is under way on another thread
 
-        def is_gone() -> bool:
-            return backward.alive() is None
-
-        if progress_engine(os.getpid()).wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
+        progress, is_gone = progress_engine(os.getpid()), lambda: backward.alive() is None
+        if progress.wait_until(is_gone, seconds=_RELEASE_SECONDS, nap=_RELEASE_NAP):
             self._abort_if_unfinished(weakref.ref(self), backward.alive)
 
     def before_forward(self) -> None:
@@ -434,6 +432,10 @@ class Reducer(Generic[C]):
         if not backward.silent and (self._user_grad_hooks.exist or (drift is not None and drift.raises)):
             then = partial(self._conclude, backward, drift)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn, self.note_failure)
+
+    def compare(self) -> None:
+        """See :meth:`Synchronizer.check`."""
+        self.synchronizer.check()
 
     def note_failure(self) -> None:
         """Note that this step has failed here, in this wrapper or another one, and that the other ranks are told."""

@@ -146,8 +146,8 @@ class BufferWrites:
     _tables: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, _Table]] = weakref.WeakKeyDictionary()
 
     def __init__(self, parent: ProcessGroup) -> None:
-        self._ranks = _ranks_of(parent)
-        tables = ((_ranks_of(group), table) for group, table in list(self._tables.items()))
+        self._ranks = ranks_of(parent)
+        tables = ((ranks_of(group), table) for group, table in list(self._tables.items()))
         twins = (table for ranks, table in tables if ranks and ranks == self._ranks)
         self._table = self._tables.setdefault(parent, next(twins, weakref.WeakKeyDictionary()))
         # By the name of a buffer: the name of its submodule, the submodule, its table of buffers, the buffer's own name
@@ -195,7 +195,7 @@ class BufferWrites:
         for _, _, buffers, key, known in self._slots.values():
             known[key] = None, _WRITTEN if self._is_written(buffers.get(key), key, known) else _ARRIVING
         for group, table in [one for one in self._tables.items() if one[1] is not self._table]:
-            reaches_all = self._ranks.issuperset(_ranks_of(group) or {-1})
+            reaches_all = self._ranks.issuperset(ranks_of(group) or {-1})
             for _, owner, buffers, key, _ in self._slots.values():
                 other = table.get(owner, {})
                 if other.get(key, (None,))[0] is not None:
@@ -237,7 +237,7 @@ class BufferWrites:
 _WRITTEN, _ARRIVING = -1, -2  # in place of a version: of a buffer that is marked, and of one that is being broadcast
 
 
-def _ranks_of(group: ProcessGroup) -> set[int]:
+def ranks_of(group: ProcessGroup) -> set[int]:
     """The global ranks of ``group``; none if it is unknown to torch, as one that was destroyed."""
     return set(dist.get_process_group_ranks(group)) if is_registered(group) else set()
 

@@ -78,6 +78,7 @@ class BufferSynchronizer(Synchronizer):
 
     def __init__(self, setup: Setup, default_group: ProcessGroup, *, sums: bool, bucket_size: int | None) -> None:
         config = setup.ddp_config
+        setup.groups.check(default_group)
         self.module_state = ModuleState(setup.module)
         tensors = self.module_state.distributed_tensors()
         refuse_distributed(tensors, "ppe_ddp.megatron", "use plain tensors, and ParallelGroups.from_mesh()")

@@ -382,6 +382,7 @@ class DistributedDataParallel(DistributedDataParallelBase):
         With ``overlap_param_gather`` the first use of a parameter waits for it; ``force_sync`` waits here. The other
         arguments are Megatron's, and have no effect.
         """
+        self.gradient_buffers.check()  # connects again where a rank has given a step up behind it
         overlap = self.ddp_config.overlap_param_gather and not force_sync
         self._gather_of_parameters().start(overlap=overlap)
 

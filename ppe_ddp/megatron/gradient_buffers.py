@@ -208,7 +208,7 @@ class MainGradients:
         self.main = main
         self.index = {id(parameters[i]): i for i in main}  # by the id of the parameter
         self.streams: GradientStreams | None = None  # the streams that gradients are accumulated on; None on CPUs
-        self.revision = 0  # counts synchronizations and zeroings
+        self.revision = 0  # counts synchronizations, and zeroings of all gradients
         self.fused: set[int] = set()  # the parameters whose gradient a kernel has added to main_grad by itself
         self.forget()
         for i, memory in main.items():
@@ -229,7 +229,6 @@ class MainGradients:
         for i in there:
             self.accumulated[i] = self.averaged[i] = 0
         self.is_dirty = self.is_dirty and any(self.accumulated)
-        self.revision += 1
         return there
 
     def exist(self, indices: Iterable[int]) -> bool:
@@ -406,15 +405,18 @@ class BufferBucket(DenseBucket):
         self._carried = None
 
     def clear(self, indices: Sequence[int]) -> None:
-        """Set the gradients of the parameters at ``indices``, some of its members, to zero."""
+        """Set the gradients of the parameters at ``indices``, some of its members, to zero.
+
+        It changes no version of the buffer, by which optimizers of its other parameters notice changes of theirs.
+        """
         if len(indices) == len(self.plan.members):
-            self._memory.zero_()
+            self._memory.data.zero_()
             self.reset()
             return
         first = self._averaged_part.storage_offset() - self._memory.storage_offset()
         for slot, index, offset in zip(self.slots, self.plan.members, self.plan.offsets, strict=True):
             if index in indices:
-                slot.zero_()
+                slot.data.zero_()
                 if self._carried is not None:
                     self._carried[max(offset - first, 0) : max(offset + slot.numel() - first, 0)].zero_()
 

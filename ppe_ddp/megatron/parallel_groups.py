@@ -32,6 +32,7 @@ from ppe_ddp.engine.failures import CLIP, FINALIZE, UPDATE, relayed
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
+from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
@@ -70,6 +71,19 @@ class ParallelGroups:
         """Whether ranks of these groups have different parts of the model."""
         parents = [getattr(self, name) for name in (*_SPLITS, "expert_tensor")]
         return self.expert is not None or any(one is not None and dist.get_world_size(one) > 1 for one in parents)
+
+    def check(self, default_group: ProcessGroup) -> None:
+        """Raise ValueError if a rank that averages gradients with this one has another part of the model."""
+        given = {name: one for name, one in vars(self).items() if one is not None}
+        ranks = {name: ranks_of(one) for name, one in {"data": default_group, **given}.items()}
+        own, of_experts = dist.get_rank(), "tensor" if self.expert_tensor is None else "expert_tensor"
+        for one, other in (("data", "tensor"), ("data", "pipeline"), ("expert", of_experts), ("expert", "pipeline")):
+            if both := sorted(ranks.get(one, set()) & ranks.get(other, set()) - {own}):
+                raise ValueError(
+                    f"rank {own}: ranks {both} are in groups.{one} (data=None: all ranks), which averages gradients, "
+                    f"and in groups.{other}, whose ranks have different parts of the model: give groups.{one} of ranks "
+                    "that have the same part (see from_mesh()), and expert_tensor for experts that are not split"
+                )
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelGroups:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.peer_processes import Activity
@@ -44,6 +43,7 @@ class ShardedBuffers(ShardedModel):
 
     def __init__(self, state: BufferSynchronizer, number: int) -> None:
         self.copies = state.copies
+        self._negotiation = state.reduction_groups[number].negotiation
         self.groups = state.reduction_groups[number].groups
         self._gradients = state.gradients
         self._synchronizer = state
@@ -72,6 +72,10 @@ class ShardedBuffers(ShardedModel):
             begin = bucket.start + offset
             place = slice(begin + start, begin + self.shards[-1].stop)
             self._places.append((state.buffers[bucket.buffer], place))
+
+    def require_same(self, what: str, *titles: str) -> None:
+        """See the base; costs no message, as each mask has a digest of all that must be the same."""
+        self._negotiation.use_plug(what, *titles)
 
     @property
     def is_synchronized(self) -> bool:
@@ -158,7 +162,7 @@ class ShardedBuffers(ShardedModel):
             )
         return memory
 
-    def gather(self, unit: int, group: ProcessGroup | None = None) -> Waitable | None:
+    def gather(self, unit: int) -> Waitable | None:
         """Start the all-gather of one bucket of parameters, in place."""
         bucket = self._buckets[unit]
         if bucket.padded == 0 or self.groups.world_size == 1:
@@ -170,7 +174,7 @@ class ShardedBuffers(ShardedModel):
         groups.note(Activity.GATHER)
         self._under_way.add(unit)
         own = values.narrow(0, groups.rank * size, size)
-        return all_gather(values, own, group or groups.buckets, self._synchronizer.pool)
+        return all_gather(values, own, groups.buckets, self._synchronizer.pool)
 
     def abandon(self, unit: int | None = None) -> None:
         self._under_way -= self._under_way if unit is None else {unit}

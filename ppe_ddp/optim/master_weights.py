@@ -156,10 +156,11 @@ class FlatStep:
                 optimizer.state.update({flat.weight: flat.state for flat in flats})
             optimizer.step()
         finally:
-            for (group, flats), own in zip(groups, weights, strict=True):
+            for (group, _), own in zip(groups, weights, strict=True):  # of all, even if an interrupt ends the rest
                 group["params"] = own
-                for flat in flats:
-                    flat.unpack(optimizer.state.pop(flat.weight, flat.state))
+            states = [(flat, optimizer.state.pop(flat.weight, flat.state)) for _, flats in groups for flat in flats]
+            for flat, state in states:
+                flat.unpack(state)
 
     def separate(self) -> None:
         """Give each weight state of its own again, since other code is about to read or change it."""

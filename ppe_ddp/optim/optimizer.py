@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -72,7 +73,7 @@ class DistributedOptimizer(Optimizer):
     raises :class:`ppe_ddp.errors.UnusableError`.
 
     All ranks of the model's group must construct it together, of the same class, with the same groups and
-    hyper-parameters (else the next backward of a plain wrapper is a ``DisagreementError``). A parameter is in one
+    hyper-parameters (else the next synchronization is a ``DisagreementError``). A parameter is in one
     ``DistributedOptimizer``: ``step()`` of an earlier one that has it raises. All ranks must call :meth:`step`,
     :meth:`clip_grad_norm_`, :meth:`state_dict` and :meth:`load_state_dict` together.
 
@@ -114,7 +115,8 @@ class DistributedOptimizer(Optimizer):
         _check_call(optimizer, model)
         self._model = _sharded(model)
         if isinstance(optimizer, type):
-            optimizer = optimizer([shard.parameter for shard in self._model.shards], **defaults)
+            parameters = [shard.parameter for shard in self._model.shards]
+            optimizer = optimizer(parameters or [{"params": []}], **defaults)  # none: where nothing is trained
         elif defaults:
             raise TypeError(f"{', '.join(defaults)}: only for an optimizer that is given as a class")
         _check_elementwise(optimizer)
@@ -127,7 +129,7 @@ class DistributedOptimizer(Optimizer):
         self._dtype = master_dtype
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
-        self._is_stepping, self._last_step = False, -1
+        self._is_stepping, self._last_step, self._has_begun = False, -1, False
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
@@ -282,6 +284,23 @@ class DistributedOptimizer(Optimizer):
                 master.weight.grad = gradient.as_subclass(torch.Tensor)
         self._checked.clear()
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Torch's, which puts hooks around :meth:`step`; the other ranks are told if one before it raises here."""
+        hooked = Optimizer.profile_hook_step(func)
+
+        @wraps(hooked)
+        def step(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            self._has_begun = False
+            try:
+                return hooked(self, *args, **kwargs)
+            except BaseException as error:
+                if not self._has_begun:
+                    self._fail(error, is_awaited=self._may_gather())
+                raise
+
+        return step
+
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -296,6 +315,7 @@ class DistributedOptimizer(Optimizer):
                 Some parameters have old values until the next step, which gathers all of them.
             CommunicationError: A rank is lost.
         """
+        self._has_begun = True
         if self._lost is not None:
             raise UnusableError(
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
@@ -429,35 +449,39 @@ class DistributedOptimizer(Optimizer):
         """Load a :meth:`state_dict`, on all ranks together; parameters get the values of their master weights.
 
         Raises:
-            ValueError: Parameters, groups, memory formats or the number of ranks differ; names the first difference and
-                says what to do. Nothing is changed then.
+            ValueError: Parameters, groups, memory formats or the number of ranks differ, or hyper-parameters between
+                ranks; names the first difference and says what to do. Nothing is changed then.
             PeerAbortedError: Another rank has failed or was interrupted as it loaded; load again, on all ranks.
             CommunicationError: A rank is lost.
         """
         before, after = state_hooks(self, loads=True)
         state_dict = dict(state_dict)  # which a hook may change
-        for hook in before:
-            state_dict = state_dict if (another := hook(self, state_dict)) is None else another
-        self._gather.finish()
-        self._masters.refresh()  # else what the checkpoint lacks would get back the values before the model was loaded
-        self._flat_step.separate()
+        if (user := self._model.groups.user()) is not None:
+            user.compare()  # connects again where a rank has heard of a failure
+        with self._telling():
+            for hook in before:
+                state_dict = state_dict if (another := hook(self, state_dict)) is None else another
+            self._gather.finish()
+            self._masters.refresh()  # else what the checkpoint lacks would get back the values of before the model's
+            self._flat_step.separate()
+        with self._telling(but=ValueError):  # of all ranks, none of which has loaded anything
+            moved = {one.index for one in optimizer_state.restore(self._inner, self._masters, self._model, state_dict)}
+            self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
+            self._gather.start(self._write([index in moved for index in range(len(self._model.shards))]))
+        for hook in after:
+            hook(self)
+
+    @contextmanager
+    def _telling(self, but: tuple[type[Exception], ...] | type[Exception] = ()) -> Generator[None, None, None]:
+        """A context of loading; it tells the other ranks, which wait for this one, of an error ``but`` these."""
         try:
-            moved, is_closed = optimizer_state.restore(self._inner, self._masters, self._model, state_dict)
-            indices = {master.index for master in moved}
-            updated = [index in indices for index in range(len(self._model.shards))]
-            if is_closed:  # on some rank, after a failure; all connect again in their next step, and gather everything
-                self._gather.start(self._masters.write(self._model, updated), group=self._model.group)
-            else:
-                self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
-                self._gather.start(self._write(updated))
-        except ValueError:  # of all ranks, none of which has loaded anything
+            yield
+        except but:
             raise
         except BaseException as error:
             if (instead := self._gather.fail(error, LOAD)) is not None:
                 raise instead from error
             raise
-        for hook in after:
-            hook(self)
 
 
 @uncompiled
@@ -488,6 +512,11 @@ def clip_grad_norm_(
     """
     if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type is {norm_type}, and must be positive; inf is the norm of the largest element")
+    if not optimizers:
+        raise ValueError(
+            "clip_grad_norm_ takes at least one optimizer, by which a rank takes part: where nothing is trained, make "
+            "one of no parameters, DistributedOptimizer(torch.optim.SGD, model, lr=0.1)"
+        )
     models = [optimizer._model for optimizer in optimizers]
     copies = models[0].copies
     if any(list(model.copies.parents) != list(copies.parents) for model in models):
@@ -574,21 +603,22 @@ def total_norm(
     know which ones are copies; the second result says whether that holds for any rank.
     """
     present = [shard.abs() if shard.is_complex() else shard for shard in shards if shard.numel()]
-    dtype = (
-        torch.float64 if any(shard.dtype in (torch.float64, torch.complex128) for shard in shards) else torch.float32
-    )
+    is_wide = any(shard.dtype in (torch.float64, torch.complex128) for shard in shards)
+    dtype = torch.float64 if is_wide else torch.float32
     is_max = math.isinf(norm_type)
     value = torch.zeros((), dtype=torch.float64, device=device)
     if present:
         norms = torch._foreach_norm(present, norm_type, dtype=dtype)
         stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
         value = stacked.max() if is_max else stacked.pow(norm_type).sum()
-    unknown = torch.full_like(value, float(is_unknown))
-    total = torch.stack([value, value.isnan().to(value), unknown])  # transports differ in the maximum with NaN
+    said = [value.isnan().to(value), *(torch.full_like(value, float(one)) for one in (is_wide, is_unknown))]
+    total = torch.stack([value, *said])  # transports differ in the maximum with NaN
     copies.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM)
     norm = total[0] if is_max else total[0].pow(1.0 / norm_type)
-    norm = torch.where(total[1] > 0, math.nan, norm).to(dtype)
-    return norm, copies.is_split and bool(total[2] > 0)  # else the host need not wait for a GPU
+    norm = torch.where(total[1] > 0, math.nan, norm)
+    if not copies.is_split:  # all ranks have all dtypes, and the host need not wait for a GPU
+        return norm.to(dtype), False
+    return norm.to(torch.float64 if total[2] > 0 else torch.float32), bool(total[3] > 0)
 
 
 class ScaleCheck:

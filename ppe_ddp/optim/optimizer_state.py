@@ -13,6 +13,7 @@ Every parameter has all entries before its first step, since torch.distributed.c
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,9 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ppe_ddp.backends.json_collectives import all_gather_json
-from ppe_ddp.engine.zero.shards import ShardedModel, bounds_of
+from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.plan import fingerprint
+from ppe_ddp.engine.zero.shard_collectives import all_gather
+from ppe_ddp.engine.zero.shards import ShardedModel, bounds_of, chunk_of
 from ppe_ddp.optim.master_weights import MasterWeight
 
+logger = logging.getLogger("ppe_ddp")
 _SCALARS = ("step", "eta", "mu", "mu_product")  # state of torch's optimizers that is not sharded, even for a scalar
 _PROBE = 3  # elements of a trial parameter, and so of each state entry that is cut like its parameter
 
@@ -36,11 +41,15 @@ def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torc
     names = {id(master.weight): master.shard.name for master in masters}
     lines = [f"{type(optimizer).__name__} with master weights of {dtype}"]
     for number, group in enumerate(optimizer.param_groups):
-        options = {key: _plain(value) for key, value in group.items()}
-        plain = {key: value for key, value in sorted(options.items()) if isinstance(value, bool | int | float | tuple)}
-        lines.extend(f"group {number} with {key}={value}" for key, value in plain.items())
+        lines.extend(f"group {number} with {line}" for line in _hyper_parameters(group))
         lines.extend(f"{names[id(weight)]!r} in group {number}" for weight in group["params"])
     return lines
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> list[str]:
+    """Those of one group of an optimizer that are numbers, one line each."""
+    options = {key: _plain(value) for key, value in sorted(group.items())}
+    return [f"{key}={value}" for key, value in options.items() if isinstance(value, bool | int | float | tuple)]
 
 
 def _plain(value: Any) -> Any:
@@ -94,11 +103,10 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
 
 def restore(
     optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
-) -> tuple[list[MasterWeight], bool]:
-    """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none.
+) -> list[MasterWeight]:
+    """Give ``optimizer`` the state in ``checkpoint``, on all ranks or on none. Returns the masters with new weights.
 
-    Returns:
-        The masters with new weights, and whether the connections are closed on some rank.
+    It communicates in the groups of ``model``, where a rank that fails tells the others.
     """
     found: _CheckpointPart | None = None
     error: Exception | None = None
@@ -106,9 +114,9 @@ def restore(
         found = _CheckpointPart(optimizer, masters, model, checkpoint)
     except Exception as failure:
         error = failure
-    is_closed = _raise_together(error, [] if found is None else found.collectives, model)
+    _raise_together(error, found, model.groups)
     assert found is not None
-    found.complete()
+    found.complete(model.groups)
     for options, saved in zip(optimizer.param_groups, checkpoint["param_groups"], strict=True):
         options.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
     for master in masters:
@@ -117,17 +125,15 @@ def restore(
             optimizer.state[master.weight] = found.state[master.index]
         if master.index in found.weights:
             master.weight.copy_(found.weights[master.index])
-    return [master for master in masters if master.index in found.weights], is_closed
+    return [master for master in masters if master.index in found.weights]
 
 
-def _raise_together(error: Exception | None, collectives: Sequence[str], model: ShardedModel) -> bool:
-    """Raise the errors of all ranks on every rank, or an error if their ``collectives`` differ. Collective.
-
-    Returns whether the connections are closed on some rank, of whose failure the others may not have heard.
-    """
-    world_size = dist.get_world_size(model.group)
+def _raise_together(error: Exception | None, found: _CheckpointPart | None, groups: Groups) -> None:
+    """Raise the errors of all ranks on every rank, or an error if what they have ``found`` differs. Collective."""
+    world_size, group = groups.world_size, groups.control
     own = f"{'' if isinstance(error, ValueError) else type(error).__name__ + ': '}{error}"
-    told = all_gather_json([None if error is None else own, list(collectives), model.groups.is_closed], model.group)
+    lines, last = ([], 0.0) if found is None else (found.lines, found.last_step)
+    told = all_gather_json([None if error is None else own, fingerprint(lines).hex(), last], group)
     texts = [text for text, *_ in told]
     if any(texts):
         ranks: dict[str, list[int]] = {}
@@ -138,14 +144,21 @@ def _raise_together(error: Exception | None, collectives: Sequence[str], model: 
             f"rank {', '.join(map(str, which))} of {world_size}: {text}" for text, which in ranks.items()
         )
         raise ValueError(f"the checkpoint does not fit, and nothing was loaded on any rank: {errors}") from error
-    for rank, (_, others, _) in enumerate(told):
-        if others != told[0][1]:
-            which = sorted(set(others) ^ set(told[0][1]))[:3] or "their order"
-            raise ValueError(
-                f"rank 0 and rank {rank} have different checkpoints, and nothing was loaded on any: they differ in "
-                f"{which}; save and load by torch.distributed.checkpoint, or load the files of one step"
-            )
-    return any(is_closed for *_, is_closed in told)
+    advice = "save and load by torch.distributed.checkpoint, or load the files of one step"
+    if len({digest for _, digest, _ in told}) > 1:
+        tables = all_gather_json(lines, group)
+        rank, others = next((rank, table) for rank, table in enumerate(tables) if table != tables[0])
+        which = sorted(set(others) ^ set(tables[0]))[:3] or "their order"
+        raise ValueError(
+            f"rank 0 and rank {rank} have different checkpoints, and nothing was loaded on any: they differ in "
+            f"{which}; {advice}"
+        )
+    last_steps = [step for *_, step in told]
+    if len({*last_steps}) > 1 and groups.rank == 0:
+        logger.warning(
+            "the ranks load shards of different steps, by rank: %s. Unless steps have failed on some ranks alone, %s",
+            *(last_steps, advice),
+        )
 
 
 class _CheckpointPart:
@@ -155,6 +168,10 @@ class _CheckpointPart:
         self, optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel, checkpoint: Mapping[str, Any]
     ) -> None:
         _check_groups(optimizer, masters, checkpoint)
+        groups = enumerate(checkpoint["param_groups"])
+        self.lines = [f"group {number} with {line}" for number, group in groups for line in _hyper_parameters(group)]
+        """What must be the same on all ranks: hyper-parameters, and which entries there are."""
+        self.last_step = 0.0
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self._even = model.has_even_shards
         self.state: dict[int, dict[str, Any]] = {}  # this rank's state, by the index of the master weight
@@ -181,8 +198,13 @@ class _CheckpointPart:
                 self._take(master, self.weights, master.index, value)
 
     def _take(self, master: MasterWeight, table: dict[Any, Any], key: Any, value: Any) -> None:
-        table[key] = self._own(master, key, value)
-        if not self._even and hasattr(value, "placements"):  # this rank's shard is not its chunk of the value
+        table[key] = own = self._own(master, key, value)
+        is_sharded = hasattr(value, "placements")
+        what = "master weight" if table is self.weights else key
+        self.lines.append(f"{master.shard.name} {what}{'' if is_sharded else ', not sharded'}")
+        if key == "step":  # some ranks' shards may have had fewer updates
+            self.last_step = max(self.last_step, float(own))
+        if not self._even and is_sharded:  # this rank's shard is not its chunk of the value
             self._others.append((table, key, value, master))
 
     def _own(self, master: MasterWeight, key: Any, value: Any) -> Any:
@@ -204,16 +226,22 @@ class _CheckpointPart:
             )
         return own.to(master.weight.device, _dtype_of(own, master), copy=True)
 
-    @property
-    def collectives(self) -> list[str]:
-        """The names of the collectives of :meth:`complete`, in order; they must be the same on all ranks."""
-        return [f"{master.shard.name} {key}" for _, key, _, master in self._others]
-
-    def complete(self) -> None:
+    def complete(self, groups: Groups) -> None:
         """Fetch the parts of this rank that other ranks hold; every rank must call this."""
         for table, key, value, master in self._others:
-            own = value.full_tensor()[master.shard.start : master.shard.stop]
-            table[key] = own.to(master.weight.device, _dtype_of(own, master), copy=True)
+            whole = _whole(value.to_local().to(master.weight.device), master.shard.spec.numel, groups)
+            own = whole[master.shard.start : master.shard.stop]
+            table[key] = own.to(_dtype_of(own, master), copy=True)
+
+
+def _whole(chunk: Tensor, numel: int, groups: Groups) -> Tensor:
+    """A tensor of ``numel`` elements, of which each rank has its even ``chunk``. Collective."""
+    size = chunk_of(numel, groups.world_size)
+    own, whole = chunk.new_zeros(size), chunk.new_empty(size * groups.world_size)
+    own[: chunk.numel()] = chunk
+    if numel and groups.world_size > 1:
+        groups.failures.wait(all_gather(whole, own, groups.buckets), own.device)
+    return whole[:numel] if groups.world_size > 1 else chunk
 
 
 def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[str, DeviceMesh]) -> Any:

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from ppe_ddp.backends.json_collectives import as_text, from_text
-from ppe_ddp.errors import CheckpointError, CommunicationError
+from ppe_ddp.errors import CheckpointError
 from ppe_ddp.sharding.load_group import LoadGroup, device_of
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
@@ -171,7 +172,7 @@ class Load:
         messages = plan_messages(routed, load_group.rank, max(1, options.piece_nbytes // _MESSAGES_A_PIECE))
         shown = options.progress if load_group.is_source else False
         with _progress_bar(sum(tensor.nbytes for tensor in routed), shown) as advance:
-            self._transfer(messages, advance)
+            load_group.communicate(partial(self._transfer, messages, advance))
         set_metadata(self.state_dict, header["metadata"])
 
         def finish() -> None:
@@ -300,21 +301,15 @@ class Load:
 
     def _transfer(self, messages: Iterable[TransferMessage], tell: Callable[[int], object]) -> None:
         """Send and receive messages, whose buffers take at most ``piece_nbytes``; ``tell`` gets the bytes of each."""
-        try:
-            for message in messages:
-                self._make_room(message)
-                transfer = self._transferred(message)
-                if (staged := next(transfer, None)) is not None:
-                    self._staged += staged
-                    self._pending.append((transfer, staged))
-                tell(message.nbytes)
-            while self._pending:
-                self._finish()
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"rank {self.load_group.rank} of {self.load_group.size}: loading a checkpoint together failed: "
-                f"{error}. An error or a crash on another rank ends here: look for the first traceback of all ranks."
-            ) from error
+        for message in messages:
+            self._make_room(message)
+            transfer = self._transferred(message)
+            if (staged := next(transfer, None)) is not None:
+                self._staged += staged
+                self._pending.append((transfer, staged))
+            tell(message.nbytes)
+        while self._pending:
+            self._finish()
 
     def _is_broadcast(self, message: TransferMessage) -> bool:
         return len(message.route) == self.load_group.size > 1
@@ -354,13 +349,13 @@ class Load:
         sent = [dist.isend(buffer, ranks[child], group=group) for child in children] if is_source else []
         yield staged
         if received is not None:
-            received.wait()
+            self.load_group.wait(received, buffer.device)
         if not is_source:
             sent = [dist.isend(buffer, ranks[child], group=group) for child in children]
             if staged:
                 self._try(self._unpack, message, buffer)
         for work in sent:
-            work.wait()  # type: ignore[union-attr]  # this rank is in the group
+            self.load_group.wait(work, buffer.device)
 
     def _put(self, piece: Piece, values: Tensor) -> None:
         """Copy the flat ``values`` of a piece into this rank's memory, converted to its dtype."""

@@ -88,6 +88,13 @@ class LoadGroup:
         except BaseException as error:  # an interrupt, too: the others wait for this rank
             return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
 
+    def wait(self, pending: Any, device: torch.device) -> None:
+        """Wait for a message; raises if a rank is gone, or has told that one is."""
+        if self._processes is None:
+            pending.wait()
+        else:
+            self._processes.failures.wait(pending, device)
+
     def communicate(self, call: Callable[[], Any]) -> Any:
         """Call a collective; if it fails, the error names the ranks that are gone."""
         try:
@@ -124,14 +131,14 @@ class _Processes:
         addresses = all_gather_json(None if address is None else address.packed(), group)
         self._rank = rank
         self._lost = LostRanks(store, name, rank, len(addresses), PeerProcesses(rank, address, addresses))
-        self._failures = Failures(store, name, rank, self._lost)
+        self.failures = Failures(store, name, rank, self._lost)
 
     def explained(self, error: Exception) -> PpeDdpError | None:
         """The error that names the ranks that are gone; None if this rank finds none.
 
         It tells the others what it has found, since they may look only when this rank has left, too.
         """
-        failures, others = self._failures, list[Failure]()
+        failures, others = self.failures, list[Failure]()
 
         def is_reported() -> bool:
             with suppress(dist.DistError, CommunicationError):
@@ -142,7 +149,7 @@ class _Processes:
         lost = [replace(one, step=None, phase="checkpoint", last="") for one in self._lost.find(is_reported)]
         if others:
             return failures.error(others)
-        if not lost:
+        if not any(one.is_gone for one in lost):
             return None
         with suppress(dist.DistError, CommunicationError):
             failures.report(Failure.of(self._rank, 0, "checkpoint", error, lost))

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.backends.memory_pool import MemoryPool
@@ -143,13 +142,10 @@ class ParameterGather:
         return self._sent_in != self._connections
 
     @torch.no_grad()
-    def start(
-        self, units: Iterable[int] | None = None, *, overlap: bool = False, group: ProcessGroup | None = None
-    ) -> None:
+    def start(self, units: Iterable[int] | None = None, *, overlap: bool = False) -> None:
         """Gather ``units`` of the first model, or all units of all models, in order. Every rank passes the same.
 
-        With ``overlap`` it returns at once, and the first use of a parameter waits for it. ``group`` is another group
-        of the same ranks, in which they gather outside of a step.
+        With ``overlap`` it returns at once, and the first use of a parameter waits for it.
         """
         self.finish()
         self._sent_in = self._connections
@@ -161,10 +157,8 @@ class ParameterGather:
             begin = perf_counter_ns()
             if members[0].is_cuda:
                 self._streams[members[0].device] = torch.cuda.current_stream(members[0].device)
-            pending = self._models[key[0]].gather(key[1], group)
-            if pending is not None and group is not None:
-                pending.wait()
-            if pending is None or group is not None:
+            pending = self._models[key[0]].gather(key[1])
+            if pending is None:
                 self._install(key)
                 continue
             if (log := EventLog.current) is not None:
@@ -401,8 +395,8 @@ class UnitGather:
         """Whether this is for ``members``, at their current addresses."""
         return not self._loose and self.members == members and self._now() == self._addresses
 
-    def start(self, group: ProcessGroup | None = None) -> Waitable | None:
-        """Start the all-gather, in ``group`` if that is given; None where there is nothing to send."""
+    def start(self) -> Waitable | None:
+        """Start the all-gather; None where there is nothing to send."""
         whole, own = self._message
         if whole.numel() == 0:
             return None
@@ -411,7 +405,7 @@ class UnitGather:
                 torch.cat(self._own, out=own)
             else:
                 torch._foreach_copy_(self._parts, self._own)
-        return all_gather(whole, own, group or self._groups.buckets, self._pool)
+        return all_gather(whole, own, self._groups.buckets, self._pool)
 
     def install(self) -> None:
         """Copy the received values into the parameters."""

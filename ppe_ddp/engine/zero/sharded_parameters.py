@@ -18,7 +18,6 @@ from time import perf_counter_ns
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.memory_pool import MemoryPool
 from ppe_ddp.contracts import Waitable
@@ -221,7 +220,7 @@ class ShardedParameters(ShardedModel):
         for index in indices:
             self._written[self._unit_of[index]].add(index)
 
-    def gather(self, unit: int, group: ProcessGroup | None = None) -> Waitable | None:
+    def gather(self, unit: int) -> Waitable | None:
         """Start to gather the parameters of ``unit`` that were written since the last gather."""
         self.install(unit)  # a gather of another optimizer with parameters in this unit may be in flight
         members = sorted(self._written[unit])
@@ -234,7 +233,7 @@ class ShardedParameters(ShardedModel):
             shards = [self.shards[k] for k in members]
             gather = self._gathers[unit] = UnitGather(members, shards, self.groups, self.pool)
         self.groups.note(Activity.GATHER)
-        pending = gather.start(group)
+        pending = gather.start()
         self._under_way[unit] = (gather, pending)
         return pending
 

@@ -181,11 +181,8 @@ class ShardedModel(ABC):
         """Note that the optimizer has written new values of the shards at ``indices`` into the parameters."""
 
     @abstractmethod
-    def gather(self, unit: int, group: ProcessGroup | None = None) -> Waitable | None:
-        """Start to gather the written shards, in ``group`` if that is given: another one of the same ranks.
-
-        Every rank calls this for the same units in the same order.
-        """
+    def gather(self, unit: int) -> Waitable | None:
+        """Start to gather the written shards. Every rank calls this for the same units in the same order."""
 
     @abstractmethod
     def install(self, unit: int) -> None:
