@@ -85,7 +85,7 @@ class Reducer(Generic[C]):
         self.groups = groups
         for one in synchronizer.groups:
             one.user = weakref.ref(self)
-        self.synchronizer = synchronizer
+        self.synchronizer, self.compare = synchronizer, synchronizer.check
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
         self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad, turns=lambda: synchronizer.turns)
@@ -274,8 +274,7 @@ class Reducer(Generic[C]):
         with self._lock:
             if not self.enabled:
                 self._running()
-                if self._started is not None:
-                    self._refuse_gradient(self._started, index)
+                self._refuse_gradient(self._started, index)
                 if Weights.were_used:
                     self.synchronizer.weights.note(index, is_synchronized=False)
                 self.synchronizer.on_accumulated((index,))
@@ -326,8 +325,8 @@ class Reducer(Generic[C]):
         if self.synchronizer.empties_grad:
             self.synchronizer.on_accumulated(expected)
 
-    def _refuse_gradient(self, started: Backward | Completion, index: int) -> None:
-        if started.turn is not None and started.turn.is_held:
+    def _refuse_gradient(self, started: Backward | Completion | None, index: int) -> None:
+        if started is None or (started.turn is not None and started.turn.is_held):
             return  # of another wrapper that has this parameter, too: the mask is still to be made
         raise UnusableError(
             f"rank {self.groups.rank}: a backward reached {self._names[index]!r} between start_grad_sync() and "
@@ -432,10 +431,6 @@ class Reducer(Generic[C]):
         if not backward.silent and (self._user_grad_hooks.exist or (drift is not None and drift.raises)):
             then = partial(self._conclude, backward, drift)
         return Completion(self._finish(backward), self.groups, self._lock, then, backward.turn, self.note_failure)
-
-    def compare(self) -> None:
-        """See :meth:`Synchronizer.check`."""
-        self.synchronizer.check()
 
     def note_failure(self) -> None:
         """Note that this step has failed here, in this wrapper or another one, and that the other ranks are told."""
