@@ -448,6 +448,30 @@ def test_hooks_are_called_where_gradients_are_averaged_without_a_backward(alone)
     assert seen == [True, True]
 
 
+@pytest.mark.parametrize("finishes", [False, True])
+@on_two_ranks
+def test_hooks_and_optimizers_of_one_rank_alone_get_what_only_a_micro_batch_before_used(finishes):
+    """As on several ranks: where the step ends, in a backward or in ``finish_grad_sync()``."""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # here, as it warns when it is imported
+
+    def calls_and_parameters(group):
+        module, calls = seeded(Norms), {"weight": [], "bias": []}
+        _apply_optimizer_in_backward(torch.optim.SGD, module.head.parameters(), {"lr": 0.1})
+        _apply_optimizer_in_backward(torch.optim.SGD, module.layers.parameters(), {"lr": 0.1})
+        wrapper = DistributedDataParallel(module, process_group=group)
+        for name, parameter in module.norm.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls[name].append(p.grad.clone()))
+        for k, is_silent in enumerate([True, finishes]):
+            with wrapper.no_sync() if is_silent else contextlib.nullcontext():
+                wrapper(data(5, 4, rank=0, step=k), way=1 - k).pow(2).sum().backward()
+        if finishes:
+            wrapper.finish_grad_sync()
+        return calls, list(module.parameters())
+
+    alone, _ = dist.new_subgroups(1)
+    torch.testing.assert_close(calls_and_parameters(alone), calls_and_parameters(None))
+
+
 @on_two_ranks
 def test_a_hook_that_is_registered_between_forward_and_backward_gets_the_average():
     wrapper, seen = DistributedDataParallel(seeded(mlp, 4, 2)), []

@@ -256,6 +256,15 @@ def test_a_rank_whose_losses_weigh_nothing_alone_uses_a_layer():
         assert_gradients(module, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"negotiate_grads": False}, {"overlap": False}], ids=str)
+@on_two_ranks
+def test_where_no_rank_has_samples_none_has_gradients(options):
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 2), **options)
+    for samples in (0, 1):
+        weigh(wrapper(data(5, 4)).sum(), samples).backward()
+        assert {gradient is not None for gradient in gradients(wrapper.module).values()} == {samples > 0}
+
+
 @each_variant
 @on_two_ranks
 def test_a_rank_whose_losses_weigh_nothing_keeps_its_gradients_if_another_one_fails(options):

@@ -225,9 +225,8 @@ class BucketSynchronizer(Synchronizer):
         if self.announce is not None and not backward.has_run_out:
             self.announce()
         reached, weights = backward.waiting or self._nothing, self.weights
-        is_left_out = backward.silent or (weights.is_nothing and self._policy.negotiate)
         local = self.gradients.existing(reached)
-        if is_left_out:
+        if backward.silent or weights.is_nothing:
             local = self._nothing
         if self.sharded_parameters is not None:
             local = self.sharded_parameters.with_shards(local)
@@ -385,17 +384,14 @@ class BucketSynchronizer(Synchronizer):
 
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """Complete the backward of one rank alone: its gradients are the averages."""
-        arrived = bytearray(self.gradients.existing(self._nothing) if backward.is_manual else self._nothing)
-        for i in backward.arrivals:
-            arrived[i] = 1
-        backward.recorder.agreed = backward.recorder.local = bytes(arrived)
+        there = backward.recorder.agreed = backward.recorder.local = self.gradients.existing(self._nothing)
         backward.recorder.agreed_at = perf_counter_ns()
         if backward.silent:  # its backward has raised, and no other rank waits
             return self._nothing
         done: set[int] = set() if backward.turn is None else backward.turn.averaged
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients(but=done)
-            arrived = bytearray(map(and_, arrived, self.gradients.existing(self._nothing)))
+            there = self.gradients.existing(self._nothing)
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
@@ -409,7 +405,7 @@ class BucketSynchronizer(Synchronizer):
             present = self.gradients.take_present([*compress(range(len(every)), every)])
             self.sharded_parameters.hand_over(list(present), list(present.values()))
         self.handed_over += 1
-        return bytes(arrived)
+        return there
 
     def _drop_gradients(self, but: Container[int] = (), aside: Mapping[int, Tensor] | None = None) -> None:
         """Drop this rank's gradients, also those ``aside``, but for parameters whose identities are in ``but``."""
