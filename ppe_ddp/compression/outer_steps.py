@@ -232,23 +232,37 @@ class OuterSteps:
                 of_others = {name: one.grad for name, one in parameters.items() if one not in updated}
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
+                self._compare(f"{self._taken} (one was lost on a rank: load a checkpoint on all)")
             except BaseException as error:
-                self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
+                self._tell(error)
                 raise
-            before = self._handed_over
-            self._compare(f"{self._taken} (one was lost on a rank: load a checkpoint on all)")
-            try:
-                self._ddp.finish_grad_sync()
-            except UnusableError as error:
-                title = type(self).__name__
-                raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
-            finally:  # behind an error or interrupt, too: the other ranks take this outer step
-                if before is None or self._handed_over != before:
-                    self._note_averages(parameters)
+            self._average(parameters)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
+
+    def _average(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Average the changes in ``.grad``."""
+        before = self._handed_over
+        try:
+            self._ddp.finish_grad_sync()
+        except UnusableError as error:
+            title = type(self).__name__
+            raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
+        except Exception:  # the other ranks know of it
+            raise
+        except BaseException as error:  # an interrupt, perhaps before this rank has begun
+            if self._handed_over == before:
+                self._tell(error)
+            raise
+        finally:  # behind an error or interrupt, too: the other ranks take this outer step
+            if before is None or self._handed_over != before:
+                self._note_averages(parameters)
+
+    def _tell(self, error: BaseException) -> None:
+        """Give the outer step up on all ranks, unless they know of ``error`` already."""
+        self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
 
     @property
     def _handed_over(self) -> int | None:
