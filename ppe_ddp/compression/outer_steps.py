@@ -169,12 +169,15 @@ class OuterSteps:
 
     @uncompiled
     def _begin_inner_step(self) -> None:
+        self._forget_others()  # what steps inside of the counted step is no other
         if self._later is not None:
             raise UnusableError(
                 f"a {self._later} that was made later averages the parameters of this {type(self).__name__}'s wrapper, "
                 "which would get two outer steps in place of one: make one for each wrapper, even if it has several "
                 "optimizers, and call stop() before you make another"
             )
+        if self not in self._ddp._outer_steps and not self._is_stopped:  # one that shares parameters was made later
+            self._ddp._outer_steps.append(self)
         self._remember()
         self._restored.clear()
 
@@ -235,6 +238,8 @@ class OuterSteps:
     def note_step_of_other(self, optimizer: Optimizer) -> None:
         """Raise if ``optimizer`` updates the parameters in place of the one whose steps are counted."""
         averaged = set(self._ddp._module_state.parameters)
+        if any(one._ddp is self._ddp for one in outer_steps_of(optimizer)):  # which averages them, too
+            return
         if (averaged & self._updated() or averaged).isdisjoint(parameters_of(optimizer)):
             return
         self._steps_of_others += 1
@@ -282,6 +287,7 @@ class OuterSteps:
         of_others: dict[str, Tensor | None] = {}
         try:
             try:
+                self._compare()
                 self._begin_inner_step()
                 parameters = self._parameters()
                 self._last = {name: self._last[name] for name in parameters if name in self._last}
@@ -291,22 +297,35 @@ class OuterSteps:
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
             except BaseException as error:
-                self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
+                self._tell(error)
                 raise
-            before = self._handed_over
-            self._compare()
-            try:
-                self._ddp.finish_grad_sync()
-            except UnusableError as error:
-                title = type(self).__name__
-                raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
-            finally:  # behind an error or interrupt, too: the other ranks take this outer step
-                if before is None or self._handed_over != before:
-                    self._note_averages(parameters)
+            self._average(parameters)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
+
+    def _average(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Average the changes in ``.grad``."""
+        before = self._handed_over
+        try:
+            self._ddp.finish_grad_sync()
+        except UnusableError as error:
+            title = type(self).__name__
+            raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
+        except Exception:  # the other ranks know of it
+            raise
+        except BaseException as error:  # an interrupt, perhaps before this rank has begun
+            if self._handed_over in (before, 0):
+                self._tell(error)
+            raise
+        finally:  # behind an error or interrupt, too: the other ranks take this outer step
+            if (after := self._handed_over) is None or after != (before or 0):
+                self._note_averages(parameters)
+
+    def _tell(self, error: BaseException) -> None:
+        """Give the outer step up on all ranks, unless they know of ``error`` already."""
+        self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
 
     @property
     def _handed_over(self) -> int | None:

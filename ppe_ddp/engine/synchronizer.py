@@ -600,7 +600,6 @@ class BucketSynchronizer(Synchronizer):
         """Put the averages into ``.grad``, and add those of a second round; called when nothing can fail any more."""
         if not backward.silent:
             backward.begin_hand_over()
-        self.handed_over += 1
         is_mean_of_all = self._where_used is None and not self.scale_by_active
         factors = None if is_mean_of_all else self._factors(backward, users)
         turn = backward.turn
@@ -611,6 +610,8 @@ class BucketSynchronizer(Synchronizer):
         owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
         withheld = set(compress(range(len(agreed)), map(gt, agreed, averaged))) if averaged != agreed else ()
         with ExitStack() as stack:  # called in reverse order; all are called, even if an interrupt ends one
+            if not backward.silent:
+                stack.callback(setattr, self, "handed_over", self.handed_over + 1)
             for schedule in reversed(backward.rounds):
                 if backward.silent:
                     schedule.release()
