@@ -219,7 +219,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 self._reducer.synchronizer.negotiation.check(writes_buffers=groups.world_size > 1)
                 state = [*self._module_state.buffers().values(), *self._module_state.parameters]
                 broadcast_all(self._broadcast_function, state, groups)
-            except Exception:
+            except BaseException:
                 self._reducer = None  # on all ranks: their next forward begins anew
                 raise
             self._reducer.synchronizer.note_buffers()

@@ -109,6 +109,11 @@ def try_preserve_versions():
     return weight.grad is not None
 
 
+def try_base_of():
+    tensor = torch.empty(4)
+    return internals.base_of(tensor[1:]) is tensor and internals.base_of(tensor) is None
+
+
 def try_storage_users():
     tensor = torch.empty(4)
     counts = [internals.storage_users(tensor)]

@@ -82,7 +82,7 @@ def broadcast_all(function: BroadcastFunction, tensors: Sequence[Tensor], groups
         with torch.no_grad():
             run(broadcasting(function, tensors, groups, sources=[0] * len(tensors)))
         groups.await_start()
-    except Exception as error:
+    except BaseException as error:  # an interrupt, too
         instead = groups.fail(error, START)
         if instead is None:
             raise
