@@ -259,10 +259,18 @@ def test_a_rank_whose_losses_weigh_nothing_alone_uses_a_layer():
 @pytest.mark.parametrize("options", [{}, {"negotiate_grads": False}, {"overlap": False}], ids=str)
 @on_two_ranks
 def test_where_no_rank_has_samples_none_has_gradients(options):
-    wrapper = DistributedDataParallel(seeded(mlp, 4, 2), **options)
-    for samples in (0, 1):
-        weigh(wrapper(data(5, 4)).sum(), samples).backward()
-        assert {gradient is not None for gradient in gradients(wrapper.module).values()} == {samples > 0}
+    module = seeded(mlp, 4, 2)
+    wrapper = DistributedDataParallel(module, **options)
+    weigh(wrapper(data(5, 4)).sum(), 0).backward()
+    assert set(gradients(module).values()) == {None}
+    for _ in range(2):  # rank 1 alone has samples
+        wrapper.zero_grad()
+        weigh(wrapper(data(5, 4)).sum(), dist.get_rank()).backward()
+        own = torch.autograd.grad(module(data(5, 4, rank=1)).sum(), [*module.parameters()])
+        torch.testing.assert_close([*gradients(module).values()], [*own])
+    wrapper.zero_grad()
+    weigh(wrapper(data(5, 4)).sum(), 0).backward()
+    assert set(gradients(module).values()) == {None}
 
 
 @each_variant
