@@ -119,7 +119,7 @@ def go_on_with_another_compressor(folder):
 
 
 @on_two_ranks
-def test_a_training_goes_on_with_the_other_wrapper():
+def test_a_training_goes_on_with_the_other_wrapper_and_after_none():
     config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
 
     def parts(module, *, is_megatron):
@@ -139,6 +139,11 @@ def test_a_training_goes_on_with_the_other_wrapper():
             assert Checkpointer(folder, loaded).load().step == 1
         warns = not is_megatron and dist.get_rank() == 0
         assert [text[:36] for text in texts] == ["this was saved with ErrorFeedback(co"] * warns
+        assert all(map(torch.equal, saved["model"].parameters(), loaded["model"].parameters()))
+        with torch.no_grad():
+            loaded["model"].module.weight.zero_()
+        Checkpointer(folder / "bare", {"model": saved["model"].module}).save(1)
+        assert Checkpointer(folder / "bare", {"model": loaded["model"]}).load().step == 1
         assert all(map(torch.equal, saved["model"].parameters(), loaded["model"].parameters()))
 
 

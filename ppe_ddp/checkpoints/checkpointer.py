@@ -88,11 +88,14 @@ class Restored:
 
 
 def _load_communication(wrapper: Any, saved: Any) -> None:
-    """Load the ``comm_state_dict()`` of a wrapper; another compressor, or one on other nodes, begins anew."""
+    """Load the ``comm_state_dict()`` of a wrapper; another compressor, or one on other nodes, begins anew.
+
+    So it does where another kind of wrapper has saved the module, of which Megatron's has one for each group, or none.
+    """
     own = wrapper.comm_state_dict()
-    if isinstance(own, list) is not isinstance(saved, list):  # of Megatron's wrapper, which has one for each group
+    if saved is None or isinstance(own, list) is not isinstance(saved, list):
         _forget_unsent([wrapper])
-        for state in saved if isinstance(saved, list) else [saved]:
+        for state in saved if isinstance(saved, list) else [saved or {}]:
             fitting_state(state, {})  # warns of what is not loaded
     elif isinstance(own, list):
         wrapper.load_comm_state_dict([fitting_state(*pair) for pair in zip(saved, own, strict=True)])
@@ -202,8 +205,8 @@ class Checkpointer:
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
         self._of_rank: list[SavedPart] = [
-            RankPart(of_rank(rank, f"communication.{name}"), what.comm_state_dict, partial(_load_communication, what))
-            for name, what in wrappers.items()
+            RankPart(entry, what.comm_state_dict, partial(_load_communication, what), may_lack=True)
+            for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in wrappers.items())
         ]
         self._differing = Differing(rank)
         # Last, as loading other parts may draw random numbers.

@@ -156,24 +156,28 @@ class _SteppingPart(SavedPart):
 
 
 class RankPart(SavedPart):
-    """State that each rank saves and loads by itself, in one entry."""
+    """State that each rank saves and loads by itself, in one entry; with ``may_lack`` it loads None if that was not."""
 
     is_of_rank = True
 
-    def __init__(self, entry: str, state: Callable[[], Any], load_state: Callable[[Any], object]) -> None:
+    def __init__(
+        self, entry: str, state: Callable[[], Any], load_state: Callable[[Any], object], *, may_lack: bool = False
+    ) -> None:
         super().__init__(entry, None)
-        self._entry, self._state, self._load_state = entry, state, load_state
+        self._entry, self._state, self._load_state, self._may_lack = entry, state, load_state, may_lack
 
     def entries(self) -> dict[str, Any]:
         return {self._entry: self._state()}
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
         """The entry of this rank, which may hold tensors, but is none."""
+        if self._may_lack and self._entry not in saved.state_dict_metadata:
+            return {}
         self._check_saved(self._entry, saved)
         return {self._entry: None}
 
     def load(self, entries: Mapping[str, Any]) -> None:
-        self._load_state(entries[self._entry])
+        self._load_state(entries.get(self._entry))
 
 
 class CommonPart(SavedPart):

@@ -84,7 +84,7 @@ _ARRIVING_SECONDS = 0.3  # for ranks of other nodes, whose progress is not visib
 _UNCAUGHT = "an error that nobody has caught, "
 _SILENT = "does not answer"
 _UNASKED = "cannot be asked, as the store that the ranks share does not answer"
-_LATE = "has not come"
+LATE = "has not come"
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class LostRanks:
     def behind(self, ranks: Sequence[int]) -> list[LostRank]:
         """A :class:`LostRank` for each of ``ranks``, which have not come, with what is known of it."""
         found = self._known()
-        return [found.get(rank) or self._lost(rank, _LATE, self._processes.position(rank)) for rank in ranks]
+        return [found.get(rank) or self._lost(rank, LATE, self._processes.position(rank)) for rank in ranks]
 
     def refined(self, lost: Iterable[LostRank]) -> list[LostRank]:
         """Those that another rank has found, with what is known here of those that may still come."""
@@ -279,7 +279,7 @@ class LostRanks:
                 step, activity, bucket, waits = record["position"]
                 positions[rank] = Position(step, Activity(activity), bucket, waits)
         late = {rank: position for rank, position in positions.items() if position is not None and position < own}
-        return [self._lost(rank, _LATE, position) for rank, position in sorted(late.items())]
+        return [self._lost(rank, LATE, position) for rank, position in sorted(late.items())]
 
     def _lost(
         self, rank: int, condition: str, position: Position | None, text: str = "", *, is_gone: bool = False

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.backends.group_internals import default_group, is_registered, kept_with, store_of
 from ppe_ddp.backends.json_collectives import all_gather_json, broadcast_json
 from ppe_ddp.backends.rank_store import BoundedStore
-from ppe_ddp.engine.failures import Failure, Failures, LostRanks
+from ppe_ddp.engine.failures import LATE, Failure, Failures, LostRanks
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
 from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
@@ -149,7 +149,7 @@ class _Processes:
         lost = [replace(one, step=None, phase="checkpoint", last="") for one in self._lost.find(is_reported)]
         if others:
             return failures.error(others)
-        if not any(one.is_gone for one in lost):
+        if all(one.condition == LATE for one in lost):  # or none: all may wait for one another
             return None
         with suppress(dist.DistError, CommunicationError):
             failures.report(Failure.of(self._rank, 0, "checkpoint", error, lost))
