@@ -261,6 +261,11 @@ class Weights:
         has_gradients = bool(left and left == versions) or self._has_nonzero(gradients)
         self._before = task, has_gradients, None if has_gradients else versions
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that are not zero, which the counts may be of."""
+        return self._has_nonzero(self._gradients())
+
     def _gradients(self, but: int | None = None) -> list[Any]:
         parameters = self.parameters if but is None else [p for i, p in enumerate(self.parameters) if i != but]
         return list(filter(EXISTS, map(GRADIENT, parameters)))

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.compression.comm_state import parameters_of
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.torch_internals import IGNORED_NAMES, take_scale, tell_of_skipped_steps, uncompiled
+from ppe_ddp.torch_internals import IGNORED_NAMES, before_compiling, take_scale, tell_of_skipped_steps, uncompiled
 
 
 class Synchronizing(Protocol):
@@ -73,8 +73,8 @@ class OuterSteps:
             )
         self._ddp = ddp
         self._every = every
-        self._lr = lr
-        self._momentum = momentum
+        self._lr = float(lr)
+        self._momentum = float(momentum)
         self._steps = self._taken = 0
         self._synchronized_at: int | None = 0
         self._last: dict[str, tuple[nn.Parameter, Tensor]] = {}
@@ -163,7 +163,8 @@ class OuterSteps:
         ignored: Collection[str] = getattr(self.module, IGNORED_NAMES, ())
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if name not in ignored and isinstance(parameter, nn.Parameter):  # no copy in its place in a forward
+            is_ignored = name in ignored or before_compiling(name) in ignored
+            if not is_ignored and isinstance(parameter, nn.Parameter):  # no copy in its place in a forward
                 names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 

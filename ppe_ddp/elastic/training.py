@@ -297,13 +297,14 @@ class ElasticTraining:
         assert self._quorum is not None
         words = self._quorum.words
         expected = next((one["options"] for one in words if one["committed"] >= 0), None)
-        if expected is None or all(one["options"] == expected for one in words):
+        strangers = [one for one in words if one["committed"] < 0 and one["options"] != expected]
+        if expected is None or not strangers:
             return False
-        own = words[self._quorum.rank]["options"]
-        if own == expected:
+        own = words[self._quorum.rank]
+        if own not in strangers:
             return True
         self.end()
-        here, there = next(pair for pair in zip(own, expected, strict=False) if pair[0] != pair[1])
+        here, there = next(pair for pair in zip(own["options"], expected, strict=False) if pair[0] != pair[1])
         raise DisagreementError(
             f"{self._membership.name}: this process wanted to join with {here}, and the others train with {there}: "
             "start it again, with the same options before ElasticTraining is made"

@@ -428,7 +428,7 @@ class Synchronizer(ABC):
             with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
                 Completion(self.renewing(), self.groups[0]).finish()
 
-    def check(self) -> None:
+    def check(self, *, with_buffers: bool = True) -> None:
         """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
 
         After a failure all ranks connect again, also those that had completed the step before they hear of it.
@@ -437,7 +437,7 @@ class Synchronizer(ABC):
             self.connect_again()
             try:
                 for one in self.negotiations:
-                    one.check()
+                    one.check(with_buffers=with_buffers)
             except PeerAbortedError as error:
                 for groups in self.groups:
                     groups.fail(error, "")

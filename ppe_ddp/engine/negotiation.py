@@ -238,8 +238,8 @@ class Negotiation:
         self._plugs[what] = titles
         self._digest = fingerprint(self._lines())
 
-    def check(self, *, writes_buffers: bool = False) -> None:
-        """Compare parameters, buffers and options across the ranks, which must all call this.
+    def check(self, *, with_buffers: bool = True, writes_buffers: bool = False) -> None:
+        """Compare parameters, options and (``with_buffers``) buffers across the ranks, which must all call this.
 
         ``writes_buffers`` says that values of another rank are then written into buffers, too.
 
@@ -250,7 +250,7 @@ class Negotiation:
                 rank.
         """
         place = f"{_COMPARISON} after step {self._groups.step}"
-        lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers())]
+        lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers() if with_buffers else {})]
         unwritable = self._module_state.unwritable(with_buffers=writes_buffers)
         fields = {"unwritable": bytes([bool(unwritable)])}
         if self._generation != self._groups.generation:

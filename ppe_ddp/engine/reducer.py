@@ -85,7 +85,7 @@ class Reducer(Generic[C]):
         self.groups = groups
         for one in synchronizer.groups:
             one.user = weakref.ref(self)
-        self.synchronizer, self.compare = synchronizer, synchronizer.check
+        self.synchronizer, self.compare = synchronizer, partial(synchronizer.check, with_buffers=False)
         self.enabled = True
         """Whether a backward is synchronized; ``no_sync()`` clears it."""
         self.shared = SharedParameters(groups, exclusive=synchronizer.empties_grad, turns=lambda: synchronizer.turns)

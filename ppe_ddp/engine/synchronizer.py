@@ -132,7 +132,8 @@ class BucketSynchronizer(Synchronizer):
             )
         self._policy, self.drift = replace(self._policy, check_drift=False), None
         self.weights.is_refused = apart
-        self.weights.settle()
+        if not self.weights.has_gradients:
+            self.weights.settle()
 
     def check_module(self, module_state: ModuleState) -> None:
         """Raise ValueError if ``module_state`` has parameters that this synchronizer cannot take."""

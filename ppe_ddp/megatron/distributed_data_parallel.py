@@ -382,8 +382,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
         With ``overlap_param_gather`` the first use of a parameter waits for it; ``force_sync`` waits here. The other
         arguments are Megatron's, and have no effect.
         """
-        self.gradient_buffers.check()  # connects again where a rank has given a step up behind it
         overlap = self.ddp_config.overlap_param_gather and not force_sync
+        if not overlap:  # else nothing may wait here
+            self.gradient_buffers.check()  # connects again where a rank has given a step up behind it
         self._gather_of_parameters().start(overlap=overlap)
 
     def enable_forward_pre_hook(self) -> None:

@@ -26,7 +26,7 @@ from ppe_ddp.engine.failures import LOAD
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
-from ppe_ddp.errors import NonFiniteGradientError, PeerAbortedError, UnusableError
+from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
@@ -291,7 +291,7 @@ class DistributedOptimizer(Optimizer):
 
         @wraps(hooked)
         def step(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            self._has_begun = False
+            self._has_begun = self._gather.is_sent = False
             try:
                 return hooked(self, *args, **kwargs)
             except BaseException as error:
@@ -321,7 +321,6 @@ class DistributedOptimizer(Optimizer):
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
                 "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
-        self._gather.is_sent = False
         loss = None if closure is None else self._loss_of(closure)
         is_awaited = True
         try:
@@ -456,9 +455,9 @@ class DistributedOptimizer(Optimizer):
         """
         before, after = state_hooks(self, loads=True)
         state_dict = dict(state_dict)  # which a hook may change
-        if (user := self._model.groups.user()) is not None:
-            user.compare()  # connects again where a rank has heard of a failure
-        with self._telling():
+        with self._telling(but=DisagreementError):
+            if (user := self._model.groups.user()) is not None:
+                user.compare()  # connects again where a rank has heard of a failure
             for hook in before:
                 state_dict = state_dict if (another := hook(self, state_dict)) is None else another
             self._gather.finish()
@@ -472,7 +471,7 @@ class DistributedOptimizer(Optimizer):
             hook(self)
 
     @contextmanager
-    def _telling(self, but: tuple[type[Exception], ...] | type[Exception] = ()) -> Generator[None, None, None]:
+    def _telling(self, *, but: type[Exception]) -> Generator[None, None, None]:
         """A context of loading; it tells the other ranks, which wait for this one, of an error ``but`` these."""
         try:
             yield

@@ -156,7 +156,7 @@ def _raise_together(error: Exception | None, found: _CheckpointPart | None, grou
     last_steps = [step for *_, step in told]
     if len({*last_steps}) > 1 and groups.rank == 0:
         logger.warning(
-            "the ranks load shards of different steps, by rank: %s. Unless steps have failed on some ranks alone, %s",
+            "the ranks load shards of different steps, by rank: %s. Unless some ranks' parameters had fewer steps, %s",
             *(last_steps, advice),
         )
 
@@ -170,7 +170,7 @@ class _CheckpointPart:
         _check_groups(optimizer, masters, checkpoint)
         groups = enumerate(checkpoint["param_groups"])
         self.lines = [f"group {number} with {line}" for number, group in groups for line in _hyper_parameters(group)]
-        """What must be the same on all ranks: hyper-parameters, and which entries there are."""
+        """What must be the same on all ranks: hyper-parameters, and which entries are fetched."""
         self.last_step = 0.0
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)
         self._even = model.has_even_shards
@@ -200,11 +200,10 @@ class _CheckpointPart:
     def _take(self, master: MasterWeight, table: dict[Any, Any], key: Any, value: Any) -> None:
         table[key] = own = self._own(master, key, value)
         is_sharded = hasattr(value, "placements")
-        what = "master weight" if table is self.weights else key
-        self.lines.append(f"{master.shard.name} {what}{'' if is_sharded else ', not sharded'}")
         if key == "step":  # some ranks' shards may have had fewer updates
             self.last_step = max(self.last_step, float(own))
         if not self._even and is_sharded:  # this rank's shard is not its chunk of the value
+            self.lines.append(f"{master.shard.name} {'master weight' if table is self.weights else key}")
             self._others.append((table, key, value, master))
 
     def _own(self, master: MasterWeight, key: Any, value: Any) -> Any:
