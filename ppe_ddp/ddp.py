@@ -24,6 +24,7 @@ from ppe_ddp.comm_hooks import NOT_GIVEN, Hooks
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.contracts import BroadcastFunction, MixedPrecision, ReduceFunction
+from ppe_ddp.engine.failures import START
 from ppe_ddp.engine.grad_hooks import refuse_in_backward
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from ppe_ddp.engine.groups import Groups
@@ -219,7 +220,9 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 self._reducer.synchronizer.negotiation.check(writes_buffers=groups.world_size > 1)
                 state = [*self._module_state.buffers().values(), *self._module_state.parameters]
                 broadcast_all(self._broadcast_function, state, groups)
-            except BaseException:
+            except BaseException as error:
+                if not isinstance(error, Exception):  # an interrupt, of which the others do not know
+                    groups.fail(error, START)
                 self._reducer = None  # on all ranks: their next forward begins anew
                 raise
             self._reducer.synchronizer.note_buffers()

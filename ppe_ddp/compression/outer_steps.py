@@ -144,7 +144,6 @@ class OuterSteps:
                 if other.is_between or other._forwards:  # the ranks may differ, so begin where they did not
                     self._last = {**other._last}
                 other._forget_others()
-        ddp._outer_steps.append(self)
         self._compare()
 
     def _shared_with(self, other: OuterSteps) -> str | None:
@@ -177,8 +176,6 @@ class OuterSteps:
                 "which would get two outer steps in place of one: make one for each wrapper, even if it has several "
                 "optimizers, and call stop() before you make another"
             )
-        if self not in self._ddp._outer_steps and not self._is_stopped:  # one that shares parameters was made later
-            self._ddp._outer_steps.append(self)
         self._remember()
         self._restored.clear()
 
@@ -256,6 +253,8 @@ class OuterSteps:
 
     def _compare(self) -> None:
         """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
+        if self not in self._ddp._outer_steps and not self._is_stopped:  # one of the same parameters was made later
+            self._ddp._outer_steps.append(self)
         if (reducer := self._ddp._reducer) is not None:
             described = [one.described() for one in self._ddp._outer_steps]
             reducer.synchronizer.negotiation.use_plug("outer steps of", *described)

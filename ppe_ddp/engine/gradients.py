@@ -60,6 +60,10 @@ class Gradients:
                 mask[i] = 1
         return bytes(mask)
 
+    def mask(self) -> bytes:
+        """One byte a parameter: whether it has a gradient, other than averaged shards."""
+        return bytes(local_of(grad) is not None for grad in map(GRADIENT, self._parameters))
+
     def _find_shared_memory(self, held: list[tuple[int, Tensor]]) -> None:
         """Set :attr:`shared` and :attr:`in_place` for the gradients from before this backward."""
         dense = [(i, gradient) for i, gradient in held if not gradient.is_sparse]

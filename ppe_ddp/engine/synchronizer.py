@@ -385,14 +385,14 @@ class BucketSynchronizer(Synchronizer):
 
     def _complete_alone(self, backward: Backward) -> ResultSteps[bytes]:
         """Complete the backward of one rank alone: its gradients are the averages."""
-        there = backward.recorder.agreed = backward.recorder.local = self.gradients.existing(self._nothing)
+        there = backward.recorder.agreed = backward.recorder.local = self.gradients.mask()
         backward.recorder.agreed_at = perf_counter_ns()
         if backward.silent:  # its backward has raised, and no other rank waits
             return self._nothing
         done: set[int] = set() if backward.turn is None else backward.turn.averaged
         if self.weights.is_nothing:  # its losses have weight 0, so even NaN does not count
             self._drop_gradients(but=done)
-            there = self.gradients.existing(self._nothing)
+            there = self.gradients.mask()
         if self._finite is not None and not self._finite.is_fine_alone(self._module_state.parameters):
             self._drop(backward, self._finite.error_alone(self._groups))
             return self._nothing
@@ -611,13 +611,13 @@ class BucketSynchronizer(Synchronizer):
         owner, agreed = self.sharded_parameters or self.gradients, backward.recorder.agreed
         withheld = set(compress(range(len(agreed)), map(gt, agreed, averaged))) if averaged != agreed else ()
         with ExitStack() as stack:  # called in reverse order; all are called, even if an interrupt ends one
-            if not backward.silent:
-                stack.callback(setattr, self, "handed_over", self.handed_over + 1)
             for schedule in reversed(backward.rounds):
                 if backward.silent:
                     schedule.release()
                 else:
                     stack.callback(schedule.hand_over, owner.hand_over, factors, withheld)
+            if not backward.silent:
+                stack.callback(setattr, self, "handed_over", self.handed_over + 1)
         if self.weights.is_weighed and not backward.silent:
             self.weights.settle()
         self.gradients.buffers.trim()
