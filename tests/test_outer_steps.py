@@ -781,8 +781,8 @@ def test_an_optimizer_that_is_made_anew_without_them_is_an_error_and_with_them_t
         gc.collect()
     remedy = f"Make a {method.__name__} of the optimizer that you use, on all ranks"
     with pytest.raises(UnusableError if is_new else PeerAbortedError, match=remedy):
-        done.extend(steps(wrapper, optimizer, EVERY + 1))
-    assert len(done) == (2 * EVERY + 1 if is_new else EVERY + 2)
+        done.extend(steps(wrapper, optimizer, EVERY + 2))
+    assert len(done) == (2 * EVERY + 2 if is_new else EVERY + 2)
     assert not same_on_all_ranks(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     method(wrapper, optimizer, every=EVERY)

@@ -16,12 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ppe_ddp.compression.comm_state import parameters_of
 from ppe_ddp.errors import UnusableError
-from ppe_ddp.torch_internals import IGNORED_NAMES, before_compiling, take_scale, tell_of_skipped_steps, uncompiled
+from ppe_ddp.torch_internals import (
+    IGNORED_NAMES,
+    before_compiling,
+    take_scale,
+    tell_of_skipped_steps,
+    uncompiled,
+    version_of,
+)
 
 
 class Synchronizing(Protocol):
@@ -84,8 +89,9 @@ class OuterSteps:
         self._loaded = _LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._listed: object = None  # the wrapper's list of parameters in its last forward
-        self._forwards = self._steps_of_others = 0  # since the last step that was counted
-        self._of_others: RemovableHandle | None = None  # of a hook that counts them
+        # Since the last step that was counted: forwards, and how often parameters were found changed between two.
+        self._forwards = self._changes = 0
+        self._version: int | None = None  # of the parameters at the last look
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
@@ -169,7 +175,6 @@ class OuterSteps:
 
     @uncompiled
     def _begin_inner_step(self) -> None:
-        self._forget_others()  # what steps inside of the counted step is no other
         if self._later is not None:
             raise UnusableError(
                 f"a {self._later} that was made later averages the parameters of this {type(self).__name__}'s wrapper, "
@@ -186,8 +191,8 @@ class OuterSteps:
         What is replaced may be so for this forward only (``functional_call``).
         """
         self._forwards += 1
-        if self._forwards >= self._every and self._of_others is None:
-            self._of_others = register_optimizer_step_pre_hook(partial(_note_other, weakref.ref(self)))
+        if self._forwards >= self._every:
+            self._look_for_others()
         listed = self._ddp._module_state
         if self._averages or self._next or (listed is self._listed and not self._loaded.identities):
             return  # what has arrived is written first, before the next step
@@ -195,6 +200,22 @@ class OuterSteps:
         for name, parameter in self._parameters().items():
             if self._last.get(name, (parameter,))[0] is parameter:
                 self._note(name, parameter)
+
+    def _look_for_others(self) -> None:
+        """Raise if another optimizer updates the parameters in place of the one whose steps are counted."""
+        updated = self._updated()
+        version = sum(version_of(one) for one, _ in self._last.values() if one in updated)
+        self._changes += self._version not in (version, None)
+        self._version = version
+        if self._changes > 1:  # one may be that of an optimizer that steps before the one that is counted
+            title = type(self).__name__
+            error = UnusableError(
+                f"no outer step follows any more, and each rank trains by itself: parameters change, and the optimizer "
+                f"of this {title} has taken no step for {self._forwards} forwards. Make a {title} of the optimizer "
+                "that you use, on all ranks, or call synchronize() and stop() of this one"
+            )
+            self._ddp.abort_grad_sync(str(error))
+            raise error
 
     @torch.no_grad()
     def _remember(self) -> None:
@@ -233,24 +254,6 @@ class OuterSteps:
             take_scale(optimizer)
             raise
 
-    def note_step_of_other(self, optimizer: Optimizer) -> None:
-        """Raise if ``optimizer`` updates the parameters in place of the one whose steps are counted."""
-        averaged = set(self._ddp._module_state.parameters)
-        if any(one._ddp is self._ddp for one in outer_steps_of(optimizer)):  # which averages them, too
-            return
-        if (averaged & self._updated() or averaged).isdisjoint(parameters_of(optimizer)):
-            return
-        self._steps_of_others += 1
-        if self._steps_of_others > 1:  # one may be that of an optimizer that steps before the one that is counted
-            title = type(self).__name__
-            error = UnusableError(
-                f"no outer step follows any more, and each rank trains by itself: for {self._every} steps parameters "
-                f"have been updated by another optimizer ({type(optimizer).__name__}) than that of this {title}. Make "
-                f"a {title} of the optimizer that you use, on all ranks, or call synchronize() and stop() of this one"
-            )
-            self._ddp.abort_grad_sync(str(error))
-            raise error
-
     def _compare(self) -> None:
         """Let the next exchange raise on all ranks if these have different ``LocalSGD`` or ``DiLoCo``."""
         if self not in self._ddp._outer_steps and not self._is_stopped:  # one of the same parameters was made later
@@ -260,10 +263,7 @@ class OuterSteps:
             reducer.synchronizer.negotiation.use_plug("outer steps of", *described)
 
     def _forget_others(self) -> None:
-        self._forwards = self._steps_of_others = 0
-        if self._of_others is not None:
-            self._of_others.remove()
-            self._of_others = None
+        self._forwards, self._changes, self._version = 0, 0, None
 
     def count(self) -> None:
         """Count one inner step, and take the outer step that follows it."""
@@ -429,13 +429,6 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     optimizer = _stepping(optimizer)
     found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
     return found
-
-
-@uncompiled
-def _note_other(owner: weakref.ref[OuterSteps], optimizer: Optimizer, *_: object) -> None:
-    """A hook before a step of any optimizer."""
-    if (self := owner()) is not None and optimizer is not self._optimizer:
-        self.note_step_of_other(optimizer)
 
 
 def _stepping(optimizer: Any) -> Any:
