@@ -823,6 +823,23 @@ def test_other_optimizers_of_the_same_parameters_are_no_error_beside_the_one_tha
     outer.stop()
 
 
+@on_two_ranks
+def test_two_local_sgds_of_the_same_parameters_may_take_turns():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    counted, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    firsts = [LocalSGD(wrapper, counted, every=1), LocalSGD(wrapper, other, every=1)]
+    for used in (counted, other, counted):
+        for number in range(4):
+            used.zero_grad()
+            wrapper(data(4, 8, step=number)).square().mean().backward()
+            used.step()
+            assert same_on_all_ranks(net)
+    for one in firsts:
+        one.stop()
+    assert wrapper.require_backward_grad_sync
+
+
 AT_ODDS = {
     "every": (partial(LocalSGD, every=2), partial(LocalSGD, every=3)),
     "lr": (partial(DiLoCo, every=2), partial(DiLoCo, every=2, lr=0.5)),

@@ -270,7 +270,8 @@ class OuterSteps:
         if self._is_stopped:
             return
         self._steps += 1
-        self._forget_others()
+        for one in self._ddp._outer_steps:
+            one._forget_others()
         if self._steps % self._every == 0:
             self.synchronize()
 
