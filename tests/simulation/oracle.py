@@ -5,6 +5,7 @@ from itertools import compress
 
 import torch
 
+from law_models import Kind
 from law_steps import Expectation, Reference, StepKind, Zeroing
 from ppe_ddp import CommunicationError, NonFiniteGradientError
 
@@ -163,6 +164,9 @@ class Oracle:
         # Whose gradients autograd adds up in the order of the forwards, or of the checkpoints that are run again.
         self.is_exact &= not (self.program.shares or self.program.ties or self.program.weighs)
         self.is_exact &= not self.program.is_sparse and wrapping is not Wrapping.OPTIMIZER
+        # Megatron's wrapper tells of the last of a step's synchronizations, and an earlier one may go in two rounds.
+        kinds = {layer.kind for recipe in self.program.recipes for layer in recipe.layers}
+        self.is_exact &= not (wrapping.is_megatron and Kind.REENTRANT in kinds)
 
     def check(self):
         """Compare, step by step."""
