@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
@@ -267,6 +267,11 @@ def fits(name: str, pattern: str) -> bool:
 def before_compiling(name: str) -> str:
     """The name that a parameter or buffer had before ``torch.compile(module)``."""
     return name.replace("_orig_mod.", "")
+
+
+def is_ignored(name: str, ignored: Collection[str]) -> bool:
+    """Whether ``ignored`` has the name of a parameter or buffer, also as it was before ``torch.compile(module)``."""
+    return name in ignored or before_compiling(name) in ignored
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -823,6 +823,21 @@ def test_other_optimizers_of_the_same_parameters_are_no_error_beside_the_one_tha
     outer.stop()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@on_two_ranks
+def test_parameters_to_ignore_are_left_to_each_rank(compiled):
+    net, twin = (seeded(mlp, 4, 2) for _ in range(2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.bias"])
+    wrapper = DistributedDataParallel(torch.compile(net, backend="eager") if compiled else net)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (net, twin)]
+    DiLoCo(wrapper, optimizers[0], every=1)
+    for one, optimizer in zip((wrapper, twin), optimizers, strict=True):
+        one(data(3, 4)).sum().backward()
+        optimizer.step()
+    assert torch.equal(net[0].bias, twin[0].bias)
+    assert not torch.equal(net[0].weight, twin[0].weight)
+
+
 @on_two_ranks
 def test_two_local_sgds_of_the_same_parameters_may_take_turns():
     net = seeded(mlp, 8, 16, 4)

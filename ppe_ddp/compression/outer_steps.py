@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import (
     IGNORED_NAMES,
-    before_compiling,
+    is_ignored,
     take_scale,
     tell_of_skipped_steps,
     uncompiled,
@@ -55,9 +55,9 @@ class OuterSteps:
     these.
 
     If a model has several optimizers, make it on the one that steps last: an outer step averages all parameters of the
-    wrapper. If you make the optimizer anew, make this anew, too; else its steps are an error. The optimizer updates
-    whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as ``prepare()`` returns it. Arguments
-    are those of :class:`DiLoCo`.
+    wrapper. If you make the optimizer anew, make this anew, too; else a later forward is an error. The optimizer
+    updates whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as ``prepare()`` returns it.
+    Arguments are those of :class:`DiLoCo`.
     """
 
     def __init__(
@@ -168,8 +168,7 @@ class OuterSteps:
         ignored: Collection[str] = getattr(self.module, IGNORED_NAMES, ())
         names: dict[nn.Parameter, str] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            is_ignored = name in ignored or before_compiling(name) in ignored
-            if not is_ignored and isinstance(parameter, nn.Parameter):  # no copy in its place in a forward
+            if isinstance(parameter, nn.Parameter) and not is_ignored(name, ignored):  # no copy in a forward
                 names.setdefault(parameter, name)
         return {name: parameter for parameter, name in names.items()}
 

@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.engine.plan import ParameterSpec, is_non_overlapping_and_dense
 from ppe_ddp.torch_internals import (
-    before_compiling,
     buffer_table,
     child_table,
+    is_ignored,
     parameter_table,
     without_torch_function,
 )
@@ -74,17 +74,14 @@ class ModuleState:
                 parameter = getattr(entry, CAST_OF, entry)
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
-                if self._is_ignored(dot + name):
+                if is_ignored(dot + name, self._ignored):
                     continue
                 seen.add(id(parameter))
                 self.parameters.append(parameter)
                 self.specs.append(_spec(dot + name, parameter, id(parameter) in sparse))
             self.buffer_slots.extend(
-                (dot + name, owner, name) for name in buffer_table(owner) if not self._is_ignored(dot + name)
+                (dot + name, owner, name) for name in buffer_table(owner) if not is_ignored(dot + name, self._ignored)
             )
-
-    def _is_ignored(self, name: str) -> bool:
-        return name in self._ignored or before_compiling(name) in self._ignored
 
     def _leave_out_later(self, before: ModuleState) -> None:
         listed = set(map(id, before._submodules))
