@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 from functools import partial
 
 import pytest
@@ -363,16 +364,21 @@ def test_a_rank_that_hears_of_a_failed_update_in_its_next_forward_can_give_that_
     assert seen == ([(2, "")] if rank == 0 else [(1, ""), (2, "AbortedError: its loss has raised")])
 
 
+@pytest.mark.parametrize("is_first", [False, True])
 @on_two_ranks
-def test_who_is_interrupted_where_a_step_waits_for_the_one_before_tells_the_others():
-    model, _, optimizer = stepped(True)
+def test_who_is_interrupted_where_a_step_waits_for_the_one_before_tells_the_others(is_first):
+    """The other rank hears of it in that step if it comes later, and else in its next forward."""
+    (model, _, optimizer), rank = stepped(True), dist.get_rank()
     for step in range(3):
         optimizer.zero_grad()
         model(X).sum().backward()
         with pytest.MonkeyPatch.context() as patches, contextlib.ExitStack() as stack:
-            if step == 0 and dist.get_rank() == 1:
+            if step == 0 and rank == 1:
                 patches.setattr(ParameterGather, "finish", interrupt)
                 stack.enter_context(pytest.raises(KeyboardInterrupt))
+            elif step == 0 and is_first:
+                stack.enter_context(pytest.raises(PeerAbortedError, match="rank 1 failed in DistributedOptimizer"))
+            time.sleep(0.5 * (step == 0 and is_first is (rank == 0)))
             optimizer.step()
     own = nn.utils.parameters_to_vector(model.parameters()).detach()
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
