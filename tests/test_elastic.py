@@ -226,6 +226,7 @@ def test_who_differs_from_those_that_train_does_not_join(lone):
     joins = {"committed": -1}
     assert not has_strangers(own | joins, other | joins)  # all begin: the engine tells all of them
     assert not has_strangers(own, own | joins)
+    assert not has_strangers(own, other)  # both have trained together: one has changed since
     assert has_strangers(own, other | joins)
     with pytest.raises(ppe_ddp.DisagreementError, match=r"with bucket_cap_mb=None, and the others .*=\(1,\)"):
         has_strangers(own | joins, other)

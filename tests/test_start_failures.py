@@ -17,6 +17,10 @@ from ppe_ddp.testing import RankError, Ranks
 from rank_tests import on_three_ranks
 
 
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 def of_the_others(tensors, group):
     return broadcast(tensors, group)
 
@@ -75,6 +79,24 @@ def test_one_rank_fails_in_its_broadcast_function():
         wrapper.zero_grad()
         square(wrapper, rank)
         assert_gradients(module, mean)
+
+
+@pytest.mark.parametrize("place", ["ppe_ddp.engine.negotiation.Negotiation.check", "ppe_ddp.ddp.broadcast_all"])
+@on_three_ranks
+def test_one_rank_is_interrupted_in_its_start(place):
+    rank, module = dist.get_rank(), seeded(mlp, 4, 2)
+    mean, begin = mean_gradients(module, square), time.monotonic()
+    with pytest.MonkeyPatch.context() as patches:
+        if rank == 1:
+            patches.setattr(place, interrupt)
+        with pytest.raises(KeyboardInterrupt if rank == 1 else PeerAbortedError) as caught:
+            DistributedDataParallel(module)
+    assert time.monotonic() - begin < SECONDS
+    assert rank == 1 or caught.value.rank == 1
+    wrapper = DistributedDataParallel(module)
+    wrapper.zero_grad()
+    square(wrapper, rank)
+    assert_gradients(module, mean)
 
 
 @on_three_ranks
