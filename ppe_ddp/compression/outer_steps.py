@@ -287,6 +287,8 @@ class OuterSteps:
         of_others: dict[str, Tensor | None] = {}
         try:
             try:
+                if (reducer := self._ddp._reducer) is not None:
+                    reducer.begin_step()  # else an error here would be taken for one of an outer step that has failed
                 self._compare()
                 self._begin_inner_step()
                 parameters = self._parameters()

@@ -60,8 +60,8 @@ def prepare(cores=None):
 
 def _tell(program, text):
     print(f"seed {program.seed}: {text}", flush=True)
-    split = " --split" if isinstance(program, SplitProgram) else ""
-    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}{split}", flush=True)
+    kind = " --split" if isinstance(program, SplitProgram) else " --outer" * bool(program.outer)
+    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}{kind}", flush=True)
 
 
 def _run_seeds(seeds, program_of, until):
@@ -96,10 +96,11 @@ def main():
     parser.add_argument("--seeds", metavar="A:B", help="without B from A on; 0:100, or with --seconds from the time on")
     parser.add_argument("--seconds", type=float, help="end after so long")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
+    parser.add_argument("--outer", action="store_true", help="all are of ranks that train by themselves")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     prepare()
-    program_of = SplitProgram.of if arguments.split else Program.of
+    program_of = Program.with_outer_steps if arguments.outer else SplitProgram.of if arguments.split else Program.of
     if arguments.seed is not None:
         with simulated():
             program = program_of(arguments.seed)

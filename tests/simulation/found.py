@@ -9,6 +9,7 @@ from law_models import Kind, LayerRecipe, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing
 
 from .faults import Fault, Where
+from .outer import Outer
 from .program import Program
 from .split import SplitProgram
 from .wrappers import Wrapping
@@ -144,6 +145,9 @@ def found(orders=5):
     failing = [_program(seed, ("here",) * 2, (Fault(0, 0, Where.BACKWARD, 0),), **hooked) for seed in (2, 5)]
     # ... those too that weigh nothing.
     programs += [*failing, dataclasses.replace(failing[1], weighs=True)]
+    # A rank could not begin an outer step right behind one that had failed: nobody was told of the second error.
+    beginning, outer = (Fault(0, 0, Where.BEGINNING, 0), Fault(0, 0, Where.BEGINNING, 1)), Outer(asked=frozenset({0}))
+    programs += [dataclasses.replace(_program(0, ("here",) * 2, beginning), outer=outer)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

@@ -33,7 +33,7 @@ from unittest import mock
 from ppe_ddp import joining, weighing
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-from ppe_ddp.compression import comm_state
+from ppe_ddp.compression import comm_state, outer_steps
 from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
@@ -86,6 +86,7 @@ JOIN = joining.DdpJoinHook
 MEGATRON = buffer_synchronizer.BufferSynchronizer
 PARALLEL, COPIES = parallel_groups.ModelParallel, parallel_groups.CopiesOfParameters
 SHARDED = sharded_buffers.ShardedBuffers
+OUTER = outer_steps.OuterSteps
 # title, owner, method, what is there, what takes its place
 MUTANTS = [
     Mutant(*row)
@@ -421,6 +422,29 @@ MUTANTS = [
             "if has_told and is_own:",
             "if has_told:",
         ),
+        # outer steps of ranks that train by themselves
+        ("outer: an outer step that fails counts as taken", OUTER, "_average", "or after != (before or 0)", "or True"),
+        ("outer: an error before anything is sent is not told", OUTER, "synchronize", "self._tell(error)", "pass"),
+        ("outer: ... where the last one has failed, too", OUTER, "synchronize", "reducer.begin_step()", "pass"),
+        ("outer: an interrupt is not told", OUTER, "_average", "self._tell(error)", "pass"),
+        ("outer: what an error has left is never completed", OUTER, "_begin_inner_step", "self._remember()", "pass"),
+        ("outer: ... is completed without its momentum", OUTER, "_update", "if velocity is not None:", "if False:"),
+        ("outer: gradients stay", OUTER, "synchronize", "parameter.grad = of_others.get(name)", "pass"),
+        ("outer: what is loaded is not where the next one begins", OUTER, "_note", "known[1].copy_(parameter)", "pass"),
+        (
+            "outer: an error leaves out those of other wrappers",
+            outer_steps,
+            "_count_all",
+            "stack.callback(one.count)",
+            "one.count()",
+        ),
+        (
+            "outer: ranks learn before they have taken it",
+            SYNC,
+            "complete",
+            "self.weights.is_refused and not",
+            "False and not",
+        ),
     ]
 ]
 
@@ -478,9 +502,10 @@ def main():
     parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--only", default="", help="those whose titles have this")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
+    parser.add_argument("--outer", action="store_true", help="all are of ranks that train by themselves")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
-    program_of = SplitProgram.of if arguments.split else Program.of
+    program_of = Program.with_outer_steps if arguments.outer else SplitProgram.of if arguments.split else Program.of
     prepare()
     wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
     programs = reaching(wanted, map(program_of, range(first, last)))

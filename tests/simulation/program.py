@@ -23,7 +23,7 @@ from .split import SplitProgram
 from .store import SimulatedStore
 from .wrappers import Models, Wrappers, Wrapping
 
-_KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
+KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
 _ONE_SYNCHRONIZATION = [
     kind for kind in StepKind if kind is StepKind.MICRO_BATCHES or not any(word in kind.name for word in SEVERAL)
 ]
@@ -42,6 +42,7 @@ _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # whi
 _TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
+_OUTER = 0.06
 _HOOK = 0.1  # of those that would have no function of the user's
 _WEIGHING = 0.25  # of those that can
 _WEIGHING_WITH_HOOK = 0.5  # ... with a hook of torch's kind
@@ -73,6 +74,8 @@ class Program:
         hooks: Whether parameters have hooks of the user's for accumulated gradients.
         saves: Whether a checkpoint is saved after each step, and the last one is loaded at the end.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
+        outer: The outer steps of ranks that train by themselves; None where each backward is synchronized. In a step
+            without an update all ranks leave the optimizer's step out.
     """
 
     seed: int
@@ -92,19 +95,17 @@ class Program:
     hooks: bool = False
     saves: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
+    outer: Any = None
 
     @classmethod
     def of(cls, seed):
-        """The program of ``seed``; some are a :class:`SplitProgram`."""
+        """The program of ``seed``; some are a :class:`SplitProgram`, and some have outer steps."""
         if Random(f"split or not {seed}").random() < _SPLIT:
             return SplitProgram.of(seed)
+        if Random(f"outer or not {seed}").random() < _OUTER:
+            return cls.with_outer_steps(seed)
         draw = Random(f"program {seed}")
-        options = {
-            "overlap": draw.random() < 0.8,
-            "gradient_as_bucket_view": draw.random() < 0.7,
-            "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
-            "forward_sync_buffers": draw.random() < 0.7,
-        }
+        options = options_of(draw)
         is_large = draw.random() < 0.03  # many small histories find more than a few long ones
         wrapping = draw.choice([*Wrapping, *[Wrapping.PLAIN] * 6])
         if wrapping is Wrapping.PLAIN and Random(f"hook {seed}").random() < _HOOK:
@@ -113,12 +114,12 @@ class Program:
         count = 1 if wrapping is Wrapping.HOOK else count  # it communicates in one group of the user's
         most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
         with_sparse = draw.random() < 0.1 and wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED)
-        recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else _KINDS) for k in range(count)]
+        recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else KINDS) for k in range(count)]
         heads = recipes[0].heads if is_large else draw.choice([1, 1, 2])
         recipes = [dataclasses.replace(one, layers=one.layers[:most_layers], width=3, heads=heads) for one in recipes]
         shares = draw.choice(["", "", "heads", "all"]) if count > 1 and not wrapping.is_megatron else ""
         steps = [
-            TrainingStep(draw.choice(_fitting(recipes, wrapping)), draw.choice(list(Zeroing)), draw.random() < 0.7)
+            TrainingStep(draw.choice(fitting(recipes, wrapping)), draw.choice(list(Zeroing)), draw.random() < 0.7)
             for _ in range(draw.randint(2, 4) if is_large else draw.choice([1, 2, 2, 3]))
         ]
         if wrapping.compressor is not None:  # whose gradients are not what one process has
@@ -132,8 +133,7 @@ class Program:
         )
         instead = {Wrapping.SYNC_HOOK: _IN_SYNC_HOOK, Wrapping.HOOK: _IN_BACKWARD}.get(wrapping, {})
         faults = tuple(dataclasses.replace(one, where=instead.get(one.where, one.where)) for one in faults)
-        nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
-        nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
+        nodes = nodes_of(draw, world_size)
         changes = ()
         if draw.random() < 0.15:
             steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE) for one in steps]
@@ -160,9 +160,18 @@ class Program:
         can_join &= not (one.apart or one.saves)
         return one.joining(draw) if can_join and draw.random() < 0.15 else one
 
+    @staticmethod
+    def with_outer_steps(seed):
+        """The program of ``seed``, of ranks that train by themselves between outer steps."""
+        from .outer import outer_program
+
+        return outer_program(seed)
+
     def new_run(self):
         """A run of it."""
-        return Run(self)
+        from .outer import OuterRun
+
+        return OuterRun(self) if self.outer else Run(self)
 
     def joining(self, draw):
         """The same in join(), with other numbers of steps for each rank."""
@@ -311,9 +320,13 @@ class Run:
         """
         with TemporaryDirectory() if self.program.saves else nullcontext("") as self._folder:
             processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
+        self._hold()
+
+    def _hold(self):
         hold(self)
 
-    def _train(self, rank):
+    def _meet(self, rank):
+        """Begin, and wrap the modules; the wrappers."""
         program = self.program
         dist.init_process_group(
             "shm",
@@ -324,8 +337,16 @@ class Run:
             pg_options=ShmOptions(shared_memory=False),
         )
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
+        return self._wrap(modules_of(program), order)
+
+    def _wrap(self, modules, order):
+        program = self.program
+        return Wrappers(modules, order, program.options, program.wrapping, hooks=program.hooks)
+
+    def _train(self, rank):
+        program = self.program
         try:
-            models = Wrappers(modules_of(program), order, program.options, program.wrapping, hooks=program.hooks)
+            models = self._meet(rank)
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, {}, error.with_traceback(None)))
             return
@@ -434,7 +455,23 @@ class Run:
         self.results[rank][number].append(result)
 
 
-def _fitting(recipes, wrapping):
+def options_of(draw):
+    """Options of wrappers."""
+    return {
+        "overlap": draw.random() < 0.8,
+        "gradient_as_bucket_view": draw.random() < 0.7,
+        "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
+        "forward_sync_buffers": draw.random() < 0.7,
+    }
+
+
+def nodes_of(draw, world_size):
+    """By rank, the node that it is on."""
+    nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
+    return tuple(nodes[rank % len(nodes)] for rank in range(world_size))
+
+
+def fitting(recipes, wrapping):
     """The kinds of steps that these models can take."""
     unfit = set()
     if any(one.is_reentrant for one in recipes):

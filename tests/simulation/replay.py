@@ -43,6 +43,8 @@ def told(program):
         yield "  in checkpoints is the first head once more"
     for rank, number, module in sorted(program.apart):
         yield f"  rank {rank} does not use module {module} in step {number}, and ends its wrapper's step by itself"
+    if program.outer:
+        yield f"  {program.outer}"
     if program.counts:
         over = "all ranks" if program.divides_by_all else "those that have inputs"
         yield f"  join() with {program.counts} steps, averages over {over}"
@@ -121,6 +123,7 @@ def _smaller(program):
             for name, found in (("faults", program.faults), ("changes", program.changes))
         }
         counts = tuple(count - (count > k) for count in program.counts)
+        kept["outer"] = program.outer and program.outer.without(k)
         kept["apart"] = frozenset((rank, n - (n > k), module) for rank, n, module in program.apart if n != k)
         yield change(program, steps=steps, counts=counts, **kept)
     if program.world_size > 2:
@@ -160,6 +163,8 @@ def _plainer(program):
         yield change(program, wrapping=Wrapping.PLAIN)
     if program.shares:
         yield change(program, shares="")
+    for outer in program.outer.plainer() if program.outer else ():
+        yield change(program, outer=outer)
     if program.weighs:
         yield change(program, weighs=False)
     if program.counts:
@@ -176,7 +181,7 @@ def _plainer(program):
             yield change(program, options={**program.options, name: value})
     usual = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
     for k, step in enumerate(program.steps):
-        for name in ("kind", "zeroing", "updates"):
+        for name in ("kind", "zeroing") if program.outer else ("kind", "zeroing", "updates"):
             if getattr(step, name) != getattr(usual, name):
                 plain = change(step, **{name: getattr(usual, name)})
                 yield change(program, steps=(*program.steps[:k], plain, *program.steps[k + 1 :]))
