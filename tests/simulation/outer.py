@@ -11,11 +11,19 @@ from torch import distributed as dist
 
 from law_models import Recipe
 from law_steps import StepKind, TrainingStep, Zeroing, perform
-from ppe_ddp import CommunicationError, DisagreementError, NonFiniteGradientError, PeerAbortedError
+from ppe_ddp import (
+    Checkpointer,
+    CheckpointError,
+    CommunicationError,
+    DisagreementError,
+    NonFiniteGradientError,
+    PeerAbortedError,
+)
+from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.compression import DiLoCo, LocalSGD
 
 from .faults import Change, Fault, Planned, Where, fail_in
-from .program import KINDS, Program, Run, fitting, nodes_of, options_of
+from .program import KINDS, TIMEOUT, Program, Run, fitting, nodes_of, options_of
 from .scheduler import Scheduler
 from .wrappers import RATE, Wrappers, Wrapping
 
@@ -28,6 +36,7 @@ _IN_OUTER_STEP = (Where.PACKING, Where.BEGINNING, Where.TAKING, Where.INTERRUPT,
 _IN_USERS_GROUP = (Where.BEGINNING, Where.TAKING, Where.SLOW)  # see program.py
 # A rank that is absent would end an outer step of its own.
 _UNFIT = (StepKind.ABSENT, StepKind.ABSENT_WITH_MICRO_BATCH)
+_RESUMING = 0.25
 _UNSCALED = (StepKind.TWO_LOSSES,)  # losses that no scaler sees
 
 
@@ -43,6 +52,8 @@ class Outer:
         retakes: Whether a rank that fails in its inner step takes it again; else it steps without gradients.
         asked: The steps behind which all ranks ask for an outer step.
         loads: The steps before which all ranks load what the module and the optimizer have begun with.
+        resumes: The step behind which all that is trained is saved, and so many ranks load it into what they make anew
+            and go on; None where there is no such step.
     """
 
     every: int = 1
@@ -52,6 +63,7 @@ class Outer:
     retakes: bool = False
     asked: frozenset[int] = frozenset()
     loads: frozenset[int] = frozenset()
+    resumes: tuple[int, int] | None = None
 
     def made(self, wrapper, optimizer):
         """LocalSGD or DiLoCo."""
@@ -64,7 +76,15 @@ class Outer:
         left = {
             name: frozenset(k - (k > number) for k in getattr(self, name) if k != number) for name in ("asked", "loads")
         }
+        if self.resumes is not None:
+            step, ranks = self.resumes
+            left["resumes"] = None if step == number else (step - (step > number), ranks)
         return dataclasses.replace(self, **left)
+
+    def among(self, count):
+        """The same on no more than so many ranks."""
+        resumes = self.resumes and (self.resumes[0], min(self.resumes[1], count))
+        return dataclasses.replace(self, resumes=resumes)
 
     def plainer(self):
         """The same with one thing less."""
@@ -103,7 +123,29 @@ def outer_program(seed):
         changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
     faults = tuple(_faults(draw, world_size, steps, outer, wrapping)) if draw.random() < 0.75 else ()
     nodes, options = nodes_of(draw, world_size), options_of(draw)
-    return Program(seed, world_size, recipes, options, wrapping, steps, nodes, faults, changes=changes, outer=outer)
+    one = Program(seed, world_size, recipes, options, wrapping, steps, nodes, faults, changes=changes, outer=outer)
+    return resuming(one)
+
+
+def resuming(program):
+    """The same, in some of the programs continued from a checkpoint, on as many ranks or not; drawn apart."""
+    draw = Random(f"resumes {program.seed}")
+    if program.dying or len(program.steps) == 1 or draw.random() > _RESUMING:
+        return program
+    ranks = program.world_size
+    if not (program.changes or program.wrapping is Wrapping.HOOK or draw.random() < 0.6):  # all of one group
+        ranks = draw.choice([count for count in (1, 2, 3, 4) if count != ranks])
+    step = draw.randrange(len(program.steps) - 1)
+    # What is loaded right behind a state of outer steps belongs to that: they do not begin from it.
+    outer = dataclasses.replace(program.outer, resumes=(step, ranks), loads=program.outer.loads - {step + 1})
+    nodes = tuple(program.nodes[rank % len(program.nodes)] for rank in range(max(ranks, program.world_size)))
+    return dataclasses.replace(program, outer=outer, nodes=nodes)
+
+
+def size_of(program, number):
+    """How many ranks train in a step."""
+    resumes = program.outer.resumes
+    return program.world_size if resumes is None or number <= resumes[0] else resumes[1]
 
 
 def outer_steps_of(steps, outer):
@@ -198,13 +240,13 @@ class OuterModels(Wrappers):
         step: What the step under way gives.
     """
 
-    def __init__(self, modules, order, program):
-        super().__init__(modules, order, program.options, program.wrapping, hooks=False)
+    def __init__(self, modules, order, options, wrapping, *, hooks, outer):
+        super().__init__(modules, order, options, wrapping, hooks=hooks)
         self.trained = list(self.table.values())
         self.start = self.parameter_values()
         self.inner = torch.optim.SGD(self.trained, RATE, momentum=INNER_MOMENTUM)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if program.outer.scales else None
-        self.outer_steps = [program.outer.made(part, self.inner) for part in self.parts]
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if outer.scales else None
+        self.outer_steps = [outer.made(part, self.inner) for part in self.parts]
         for k, one in enumerate(self.outer_steps):
             fail_in(one, "_change", Where.BEGINNING)
             fail_in(one, "_outcome", Where.TAKING)
@@ -229,6 +271,14 @@ class OuterModels(Wrappers):
             given = self.parameter_values(), self.residuals()
             self.result.outer_steps.append(OuterStep(k, outer._taken > before, error, *given))
 
+    def saved(self):
+        scaler = {} if self.scaler is None else {"scaler": self.scaler}
+        return {
+            **{str(k): part for k, part in enumerate(self.parts)},
+            **{f"outer {k}": one for k, one in enumerate(self.outer_steps)},
+            **{"inner": self.inner, **scaler},
+        }
+
     def load_start(self):
         """Load what the module and the optimizer have begun with."""
         for k, part in enumerate(self.parts):
@@ -242,36 +292,66 @@ class OuterRun(Run):
     """One run of such a program.
 
     Attributes:
-        trained: By rank, step by step; shorter where a rank was lost or told that another one is.
+        trained: By rank, what each step has given, by its number.
         lost: By rank, the error by which it was told that another one is lost.
     """
 
     def __init__(self, program):
         super().__init__(program)
-        self.trained = [[] for _ in range(program.world_size)]
-        self.lost = [None] * program.world_size
+        self.trained = [{} for _ in range(program.most_ranks)]
+        self.lost = [None] * program.most_ranks
 
     def _hold(self):
         from .outer_oracle import OuterOracle
 
         OuterOracle(self).check()
 
-    def _wrap(self, modules, order):
-        return OuterModels(modules, order, self.program)
-
     def _train(self, rank):
+        program, resumes = self.program, self.program.outer.resumes
+        outer_models = functools.partial(OuterModels, outer=program.outer)
         try:
-            models = self._meet(rank)
-            for number, step in enumerate(self.program.steps):
-                if not self._step(rank, number, step, models):
+            self._meet(rank)
+            groups = self._groups()
+            is_first = rank < program.world_size
+            models = self._wrap(rank, outer_models, process_group=groups[0]) if is_first else None
+            for number, step in enumerate(program.steps):
+                if models is not None and not self._step(rank, number, step, models):
                     return
+                if resumes is not None and number == resumes[0]:
+                    if models is not None:
+                        Checkpointer(self._folder, models.saved(), process_group=groups[0]).save(number)
+                    before, models = models, None
+                    self._ended[rank] = len(program.steps)  # or nobody waits for it any more
+                    if rank < resumes[1]:
+                        self._ended[rank] = number + 1
+                        models = self._wrap(rank, outer_models, process_group=groups[1])
+                        self._load(before, models, groups[1])
         except CommunicationError as error:  # another rank has died
             self.lost[rank] = error.with_traceback(None)
+            self.scheduler.note("ends", "", f"{type(error).__name__}: {error}")
+            return
+        except (CheckpointError, DisagreementError) as error:
             self.scheduler.note("ends", "", f"{type(error).__name__}: {error}")
             return
         if not self.program.faults:
             dist.barrier()
             dist.destroy_process_group()
+
+    def _groups(self):
+        """The ranks that train before they go on from a checkpoint, and after that; the default group if all do."""
+        program = self.program
+        sizes = program.world_size, size_of(program, len(program.steps))
+        if sizes[0] == sizes[1]:
+            return None, None
+        options = ShmOptions(shared_memory=False)
+        return [dist.new_group(range(size), TIMEOUT, pg_options=options) for size in sizes]
+
+    def _load(self, before, models, group):
+        """Go on with ``models``, made anew: load the checkpoint, and freeze what was frozen ``before``."""
+        Checkpointer(self._folder, models.saved(), process_group=group).load()
+        self.scheduler.note("has loaded")
+        for name, parameter in models.table.items() if before is not None else ():
+            parameter.requires_grad_(before.table[name].requires_grad)
 
     def _step(self, rank, number, step, models):
         """Take a step; whether this rank goes on with the next one."""
@@ -293,7 +373,7 @@ class OuterRun(Run):
             handle.remove()
         result.values, result.buffers = models.parameter_values(), models.buffer_values()
         result.has_gradients = any(parameter.grad is not None for parameter in models.trained)
-        self.trained[rank].append(result)
+        self.trained[rank][number] = result
         for one in result.errors:
             one.with_traceback(None)
         self.scheduler.note("ends", number, "; ".join(map(str, result.errors)) or "well")
@@ -307,7 +387,7 @@ class OuterRun(Run):
         """Forward and backward of the inner step, once more where it fails and is taken again."""
         program = self.program
         weigh = (lambda loss, _: loss) if models.scaler is None else (lambda loss, _: models.scaler.scale(loss))
-        size = program.world_size
+        size = size_of(program, number)
         while True:
             try:
                 for _ in perform(step, models, program.recipes[0], number, rank=rank, world_size=size, weigh=weigh):

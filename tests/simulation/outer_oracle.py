@@ -1,5 +1,7 @@
 """One process that trains as each rank does, and takes the outer steps; what such a history is held to."""
 
+from copy import deepcopy
+
 import torch
 
 from law_steps import LocalSubject, perform
@@ -45,14 +47,16 @@ class OuterOracle:
     def __init__(self, run):
         self.run, self.program = run, run.program
         program = self.program
-        self.copies = [_Copy(program) for _ in range(program.world_size)]
-        where_used = program.options.get("average_where_used", False)
-        self.reference = ExactReference([one.models for one in self.copies], where_used=where_used)
+        self._use([_Copy(program) for _ in range(program.world_size)])
         self.start = self.copies[0].models.parameter_values()
         self.last, self.velocity = dict(self.start), {}
         self.is_known = True  # whether some rank has shown what a compressor has sent
         self.lost = set()  # wrappers of which some ranks have taken an outer step that others have not
         self.is_exact = program.world_size in (2, 4) or program.wrapping in SCALED_FIRST
+
+    def _use(self, copies):
+        self.copies = copies
+        self.reference = ExactReference([one.models for one in copies])
 
     def check(self):
         """Compare, step by step."""
@@ -65,6 +69,10 @@ class OuterOracle:
                 return
             if not self._check_step(number, counts[number]):
                 return
+            if self.program.outer.resumes is not None and number == self.program.outer.resumes[0]:
+                if self.lost:  # of what is saved then nothing is promised
+                    return
+                self._resume(self.program.outer.resumes[1])
         self._check_death()
 
     def _ahead(self, number, counts):
@@ -73,9 +81,10 @@ class OuterOracle:
 
     def _check_step(self, number, count):
         """Compare one; whether the ranks go on."""
-        if any(self.run.lost) and not self.run.scheduler.dead:
-            raise Unsound(f"step {number}: nobody is dead, and errors are {self.run.lost}")
-        results = [steps[number] for steps in self.run.trained]
+        given = self.run.trained[: len(self.copies)]
+        if any(number not in steps for steps in given):
+            raise Unsound(f"step {number}: nobody is dead, and a rank has not trained; errors are {self.run.lost}")
+        results = [steps[number] for steps in given]
         for rank, (copy, result) in enumerate(zip(self.copies, results, strict=True)):
             self._train(number, rank, copy, result)
         wrappers = len(self.program.recipes)
@@ -86,8 +95,8 @@ class OuterOracle:
                 )
         for k in range(count * wrappers):
             self._check_outer_step(f"step {number}.{k}", k % wrappers, [one.outer_steps[k] for one in results])
-        if not self.is_known:
-            return False
+            if not self.is_known:
+                return False
         for rank, (copy, result) in enumerate(zip(self.copies, results, strict=True)):
             here = f"rank {rank}, step {number}"
             raise_where(
@@ -100,6 +109,25 @@ class OuterOracle:
             for rank, result in enumerate(results):
                 raise_where(f"rank {rank}, step {number}, buffers", differences(result.buffers, results[0].buffers))
         return not any(isinstance(error, DisagreementError) for error in results[0].errors)
+
+    def _resume(self, count):
+        """Go on with so many ranks, from a checkpoint, which has no gradients."""
+        before = self.copies
+        for copy in before:
+            for wrapper in [*copy.later]:
+                copy.complete(wrapper)
+            copy.models.zero_grad()
+        if count == len(before):
+            return
+        values = [one.models.parameter_values() for one in before]
+        for name, first in values[0].items():  # equal ones keep their bits
+            if not all(torch.equal(first, own[name]) for own in values):
+                values[0][name] = sum(own[name] for own in values) / len(before)
+        self._use([_Copy(self.program) for _ in range(count)])
+        for rank, copy in enumerate(self.copies):
+            copy.models.give(values[0])
+            copy.inner.load_state_dict(deepcopy(before[rank % len(before)].inner.state_dict()))
+        self.is_exact = False  # from here on a mean may be rounded otherwise
 
     def _train(self, number, rank, copy, result):
         """Take the inner step of one rank."""
@@ -117,7 +145,7 @@ class OuterOracle:
             models.zero_grad()
         if not result.failed or program.outer.retakes:
             weigh = (lambda loss, _: loss) if copy.scaler is None else (lambda loss, _: copy.scaler.scale(loss))
-            size = program.world_size
+            size = len(self.copies)
             for _ in perform(
                 step, LocalSubject(models), program.recipes[0], number, rank=rank, world_size=size, weigh=weigh
             ):
@@ -167,7 +195,7 @@ class OuterOracle:
 
     def _check_errors(self, place, wrapper, errors, taken, *, is_bad, is_nothing):
         """Hold errors, and who has taken the step, to what has happened."""
-        everyone = set(range(self.program.world_size))
+        everyone = set(range(len(self.copies)))
         behind = {rank for rank, error in errors.items() if error.args and error.args[0] is Where.TAKING}
         raising = {rank for rank, error in errors.items() if isinstance(error, (Planned, MemoryError))} - behind
         interrupted = {rank for rank, error in errors.items() if isinstance(error, KeyboardInterrupt)}
@@ -258,7 +286,8 @@ class OuterOracle:
         """Whoever waits for a rank that is dead was told so, soon."""
         dead = self.run.scheduler.dead
         for rank, error in enumerate(self.run.lost):
-            if rank not in dead and error is None and len(self.run.trained[rank]) < len(self.program.steps):
+            has_left = len(self.program.steps) - 1 not in self.run.trained[rank]
+            if rank not in dead and rank < len(self.copies) and error is None and has_left:
                 raise Unsound(f"rank {rank} has neither ended nor been told that {dead} are dead")
             named = set(getattr(error, "ranks", None) or ()) or {getattr(error, "rank", None)}
             if error is not None and not named & dead:

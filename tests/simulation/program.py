@@ -39,7 +39,7 @@ _IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HO
 _IN_SYNC_HOOK = {Where.PACKING: Where.FUNCTION, Where.FUNCTION_LATE: Where.FUNCTION}
 _IN_BACKWARD = {Where.EARLY: Where.BACKWARD}
 _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # which come late in some programs
-_TIMEOUT = timedelta(seconds=300)
+TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
 _OUTER = 0.06
@@ -229,6 +229,11 @@ class Program:
             change(one, where=Where.PACKING, passes=passes) if one.where in _LATER else one for one in self.faults
         )
 
+    @property
+    def most_ranks(self):
+        """How many ranks there are at most: training may go on with more."""
+        return max(self.world_size, self.outer.resumes[1] if self.outer and self.outer.resumes else 0)
+
     def left_out(self, rank, number):
         """The modules that ``rank`` does not use in a step."""
         return {module for one, step, module in self.apart if (one, step) == (rank, number)}
@@ -301,7 +306,7 @@ class Run:
 
     def __init__(self, program):
         self.program = program
-        count = program.world_size
+        count = program.most_ranks
         draw = Random(f"order {program.seed}")
         self.scheduler = Scheduler(draw, processes.new_worlds(count), processes.use_world)
         self.store = SimulatedStore()
@@ -318,7 +323,8 @@ class Run:
         Raises:
             Unsound: It does not do what it should.
         """
-        with TemporaryDirectory() if self.program.saves else nullcontext("") as self._folder:
+        has_folder = self.program.saves or (self.program.outer and self.program.outer.resumes)
+        with TemporaryDirectory() if has_folder else nullcontext("") as self._folder:
             processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
         self._hold()
 
@@ -326,33 +332,30 @@ class Run:
         hold(self)
 
     def _meet(self, rank):
-        """Begin, and wrap the modules; the wrappers."""
-        program = self.program
         dist.init_process_group(
             "shm",
             store=self.store,
             rank=rank,
-            world_size=program.world_size,
-            timeout=_TIMEOUT,
+            world_size=self.program.most_ranks,
+            timeout=TIMEOUT,
             pg_options=ShmOptions(shared_memory=False),
         )
-        order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
-        return self._wrap(modules_of(program), order)
 
-    def _wrap(self, modules, order):
+    def _wrap(self, rank, kind=Wrappers, **further):
+        """Wrap the modules; the wrappers."""
         program = self.program
-        return Wrappers(modules, order, program.options, program.wrapping, hooks=program.hooks)
+        order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
+        return kind(modules_of(program), order, program.options | further, program.wrapping, hooks=program.hooks)
 
     def _train(self, rank):
         program = self.program
         try:
-            models = self._meet(rank)
+            self._meet(rank)
+            models = self._wrap(rank)
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, {}, error.with_traceback(None)))
             return
-        checkpointer = (
-            Checkpointer(self._folder, {str(k): part for k, part in enumerate(models.parts)}) if program.saves else None
-        )
+        checkpointer = Checkpointer(self._folder, models.saved()) if program.saves else None
         joined = max(program.counts, default=0)
         if joined:
             with Join(list(models.parts), divide_by_initial_world_size=program.divides_by_all):

@@ -133,6 +133,7 @@ def _smaller(program):
             world_size=count,
             nodes=program.nodes[:count],
             counts=program.counts[:count],
+            outer=program.outer and program.outer.among(count),
             faults=tuple(one for one in program.faults if one.rank < count),
             changes=tuple(one for one in program.changes if one.rank < count),
             apart=frozenset(one for one in program.apart if one[0] < count),

@@ -221,6 +221,13 @@ class Wrappers(Models):
             return super().gradients()
         return {name: copy_of(getattr(parameter, "main_grad", None)) for name, parameter in self.table.items()}
 
+    def saved(self):
+        """What a checkpoint has of them."""
+        return {
+            **{str(k): part for k, part in enumerate(self.parts)},
+            **{f"optimizer {k}": one for k, one in enumerate(self._optimizers)},
+        }
+
     def update(self):
         for optimizer in self._optimizers:
             optimizer.step()
