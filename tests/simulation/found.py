@@ -148,6 +148,9 @@ def found(orders=5):
     # A rank could not begin an outer step right behind one that had failed: nobody was told of the second error.
     beginning, outer = (Fault(0, 0, Where.BEGINNING, 0), Fault(0, 0, Where.BEGINNING, 1)), Outer(asked=frozenset({0}))
     programs += [dataclasses.replace(_program(0, ("here",) * 2, beginning), outer=outer)]
+    # A rank failed in its first step before it had sent its mask: loading took it for one without the others' buffers.
+    failed = _program(0, ("here",) * 2, (Fault(1, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER)
+    programs += [dataclasses.replace(failed, steps=(_STEP,), saves=True)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

@@ -39,10 +39,8 @@ from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
 from ppe_ddp.optim import DistributedOptimizer
 
-from .__main__ import prepare, run
+from .__main__ import prepare, program_of_kind, run
 from .found import found
-from .program import Program
-from .split import SplitProgram
 
 
 @dataclass(frozen=True)
@@ -503,9 +501,10 @@ def main():
     parser.add_argument("--only", default="", help="those whose titles have this")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
     parser.add_argument("--outer", action="store_true", help="all are of ranks that train by themselves")
+    parser.add_argument("--saving", action="store_true", help="all that can save checkpoints")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
-    program_of = Program.with_outer_steps if arguments.outer else SplitProgram.of if arguments.split else Program.of
+    program_of = program_of_kind(arguments)
     prepare()
     wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
     programs = reaching(wanted, map(program_of, range(first, last)))

@@ -130,12 +130,14 @@ def differences(found, expected, *, exact=True, scale=lambda name: 0.0):
 
 
 def hold(run):
-    """Hold what a run has given to one process that does the same.
+    """Hold what a run has given to one process that does the same, which is returned.
 
     Raises:
         Unsound: It is not that.
     """
-    Oracle(run).check()
+    oracle = Oracle(run)
+    oracle.check()
+    return oracle
 
 
 class Oracle:
@@ -154,7 +156,7 @@ class Oracle:
             count_of=self.program.count if self.program.weighs else None,
         )
         self.has_failed = False
-        self.is_torn = False
+        self.is_torn = self.is_over = False
         self._handles = []  # of hooks in one step
         self.ahead = set()  # ranks that have raised in the step after this one
         self.residuals = [{} for _ in range(self.program.world_size)]
@@ -167,6 +169,20 @@ class Oracle:
         # Megatron's wrapper tells of the last of a step's synchronizations, and an earlier one may go in two rounds.
         kinds = {layer.kind for recipe in self.program.recipes for layer in recipe.layers}
         self.is_exact &= not (wrapping.is_megatron and Kind.REENTRANT in kinds)
+
+        if run.before is not None:
+            self._go_on(run.before)
+
+    def _go_on(self, before):
+        """Begin with what the checkpoint of a run ``before`` has."""
+        is_same = before.program.world_size == self.program.world_size
+        for rank, copy in enumerate(self.reference.copies):
+            copy.give(before.loaded[rank if is_same else 0][0])
+            copy.velocity = dict(before.oracle.reference.copies[0].velocity)
+        self.has_failed = True  # what buffers begin with is not modelled
+        self.is_torn = before.oracle.is_torn
+        if is_same:
+            self.residuals = before.oracle.residuals
 
     def check(self):
         """Compare, step by step."""
@@ -184,6 +200,7 @@ class Oracle:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
         self._check_time()
+        self.is_over = None not in self.run.loaded
 
     def _check_step(self, number, step):
         """Compare one; whether the ranks go on."""

@@ -25,9 +25,8 @@ from ppe_ddp.compression import DiLoCo, LocalSGD
 from .faults import Change, Fault, Planned, Where, fail_in
 from .program import KINDS, TIMEOUT, Program, Run, fitting, nodes_of, options_of
 from .scheduler import Scheduler
-from .wrappers import RATE, Wrappers, Wrapping
+from .wrappers import MOMENTUM, RATE, Wrappers, Wrapping
 
-INNER_MOMENTUM = 0.5
 SCALE = 4.0
 IN_INNER_STEP = (Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HOOK)
 _WRAPPINGS = [*[Wrapping.PLAIN] * 5, Wrapping.FUNCTION, Wrapping.HOOK, Wrapping.CHECKED, Wrapping.SKIPPING]
@@ -123,7 +122,19 @@ def outer_program(seed):
         changes = tuple(Change(rank, k, number, draw.random() < 0.5) for k in range(len(steps)))
     faults = tuple(_faults(draw, world_size, steps, outer, wrapping)) if draw.random() < 0.75 else ()
     nodes, options = nodes_of(draw, world_size), options_of(draw)
-    one = Program(seed, world_size, recipes, options, wrapping, steps, nodes, faults, changes=changes, outer=outer)
+    one = Program(
+        seed,
+        world_size,
+        recipes,
+        options,
+        wrapping,
+        steps,
+        nodes,
+        faults,
+        changes=changes,
+        outer=outer,
+        momentum=MOMENTUM,
+    )
     return resuming(one)
 
 
@@ -240,11 +251,11 @@ class OuterModels(Wrappers):
         step: What the step under way gives.
     """
 
-    def __init__(self, modules, order, options, wrapping, *, hooks, outer):
+    def __init__(self, modules, order, options, wrapping, *, outer, hooks, momentum):
         super().__init__(modules, order, options, wrapping, hooks=hooks)
         self.trained = list(self.table.values())
         self.start = self.parameter_values()
-        self.inner = torch.optim.SGD(self.trained, RATE, momentum=INNER_MOMENTUM)
+        self.inner = torch.optim.SGD(self.trained, RATE, momentum=momentum)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if outer.scales else None
         self.outer_steps = [outer.made(part, self.inner) for part in self.parts]
         for k, one in enumerate(self.outer_steps):
@@ -304,7 +315,9 @@ class OuterRun(Run):
     def _hold(self):
         from .outer_oracle import OuterOracle
 
-        OuterOracle(self).check()
+        oracle = OuterOracle(self)
+        oracle.check()
+        return oracle
 
     def _train(self, rank):
         program, resumes = self.program, self.program.outer.resumes
@@ -319,7 +332,7 @@ class OuterRun(Run):
                     return
                 if resumes is not None and number == resumes[0]:
                     if models is not None:
-                        Checkpointer(self._folder, models.saved(), process_group=groups[0]).save(number)
+                        Checkpointer(self.folder, models.saved(), process_group=groups[0]).save(number)
                     before, models = models, None
                     self._ended[rank] = len(program.steps)  # or nobody waits for it any more
                     if rank < resumes[1]:
@@ -348,7 +361,7 @@ class OuterRun(Run):
 
     def _load(self, before, models, group):
         """Go on with ``models``, made anew: load the checkpoint, and freeze what was frozen ``before``."""
-        Checkpointer(self._folder, models.saved(), process_group=group).load()
+        Checkpointer(self.folder, models.saved(), process_group=group).load()
         self.scheduler.note("has loaded")
         for name, parameter in models.table.items() if before is not None else ():
             parameter.requires_grad_(before.table[name].requires_grad)

@@ -9,7 +9,7 @@ from ppe_ddp import DisagreementError, NonFiniteGradientError
 
 from .faults import Planned, Where, has_one_node
 from .oracle import SCALED_FIRST, TOLERANCE, ExactReference, are_same, differences, mean_of, raise_where
-from .outer import INNER_MOMENTUM, SCALE, inner_step, outer_steps_of
+from .outer import SCALE, inner_step, outer_steps_of
 from .program import plain_models
 from .scheduler import Unsound
 from .wrappers import RATE, Wrapping
@@ -24,7 +24,7 @@ class _Copy:
         self.models = plain_models(program)
         self.parameters = list(self.models.table.values())
         self.models.trained = self.parameters
-        self.inner = torch.optim.SGD(self.parameters, RATE, momentum=INNER_MOMENTUM)
+        self.inner = torch.optim.SGD(self.parameters, RATE, momentum=program.momentum)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if program.outer.scales else None
         self.inner.register_step_pre_hook(self._begin)
         self.begun = None
@@ -57,6 +57,8 @@ class OuterOracle:
     def _use(self, copies):
         self.copies = copies
         self.reference = ExactReference([one.models for one in copies])
+
+    is_over = False  # no other processes go on
 
     def check(self):
         """Compare, step by step."""

@@ -3,6 +3,7 @@
 import dataclasses
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import compress
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,7 +22,7 @@ from .oracle import SCALED_FIRST, SEVERAL, hold
 from .scheduler import Scheduler
 from .split import SplitProgram
 from .store import SimulatedStore
-from .wrappers import Models, Wrappers, Wrapping
+from .wrappers import MOMENTUM, Models, Wrappers, Wrapping
 
 KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
 _ONE_SYNCHRONIZATION = [
@@ -74,6 +75,8 @@ class Program:
         hooks: Whether parameters have hooks of the user's for accumulated gradients.
         saves: Whether a checkpoint is saved after each step, and the last one is loaded at the end.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
+        momentum: Of the optimizers.
+        following: What other processes do that go on from the last checkpoint, on as many ranks or not.
         outer: The outer steps of ranks that train by themselves; None where each backward is synchronized. In a step
             without an update all ranks leave the optimizer's step out.
     """
@@ -95,10 +98,12 @@ class Program:
     hooks: bool = False
     saves: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
+    momentum: float = 0.0
+    following: Any = None
     outer: Any = None
 
     @classmethod
-    def of(cls, seed):
+    def of(cls, seed, saving=_SAVING):
         """The program of ``seed``; some are a :class:`SplitProgram`, and some have outer steps."""
         if Random(f"split or not {seed}").random() < _SPLIT:
             return SplitProgram.of(seed)
@@ -150,7 +155,7 @@ class Program:
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
         # A save calls collectives in the user's group: where no connection tells of a death, that takes its timeout.
-        saves = Random(f"saves {seed}").random() < _SAVING and not one.dying
+        saves = Random(f"saves {seed}").random() < saving and not one.dying
         # A rank that ends wrappers one by one calls the hooks of what they share in each.
         can_hook = not (wrapping.is_megatron or (shares and (one.apart or wrapping is Wrapping.OPTIMIZER)))
         hooks = can_hook and Random(f"hooks {seed}").random() < _HOOKING
@@ -158,7 +163,13 @@ class Program:
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         can_join &= not (one.apart or one.saves)
-        return one.joining(draw) if can_join and draw.random() < 0.15 else one
+        one = one.joining(draw) if can_join and draw.random() < 0.15 else one
+        return one.continued() if one.saves else one
+
+    @classmethod
+    def saving(cls, seed):
+        """The program of ``seed`` with checkpoints, if it can have some and is of the usual kind."""
+        return cls.of(seed, 1.0)
 
     @staticmethod
     def with_outer_steps(seed):
@@ -206,6 +217,26 @@ class Program:
             for step in self.steps
         ]
         return change(self, steps=tuple(steps), weighs=True)
+
+    def continued(self):
+        """The same, in some programs with other processes that go on from the last checkpoint; drawn apart."""
+        draw, change, wrapping = Random(f"continued {self.seed}"), dataclasses.replace, self.wrapping
+        if draw.random() < 0.25:
+            return self
+        size, is_several = self.world_size, len(self.recipes) > 1
+        size = size if draw.random() < 0.5 else draw.choice([1, 2, 3, 4])
+        kinds = [kind for kind in fitting(self.recipes, wrapping) if not self.ties or kind is not StepKind.SOME_INPUTS]
+        steps = [TrainingStep(draw.choice(kinds), draw.choice(list(Zeroing))) for _ in range(draw.choice([1, 2, 3]))]
+        if wrapping.compressor is not None:
+            steps = [change(one, zeroing=Zeroing.TO_NONE, updates=False) for one in steps]
+        can_fail = size > 1 and wrapping not in (Wrapping.HOOK, Wrapping.SYNC_HOOK) and draw.random() < 0.4
+        faults = Fault.some(draw, size, len(steps), with_nan=wrapping.looks_for_nan) if can_fail else ()
+        fits = [_is_fitting(one, steps[one.step], wrapping, self.shares, is_several=is_several) for one in faults]
+        nodes = tuple(self.nodes[rank % len(self.nodes)] for rank in range(size))
+        nothing = {"changes": (), "apart": frozenset(), "weighs": False, "saves": False}
+        momentum = MOMENTUM if wrapping is Wrapping.OPTIMIZER else 0.0
+        one = change(self, steps=tuple(steps), faults=tuple(compress(faults, fits)), nodes=nodes, **nothing)
+        return change(self, momentum=momentum, following=change(one, world_size=size, momentum=momentum))
 
     def count(self, rank, number, forward):
         """The count of a loss, where losses have weights."""
@@ -295,20 +326,24 @@ class Run:
 
     Args:
         program: What to do.
+        before: A run that ended with a checkpoint, from which this one goes on in other processes.
 
     Attributes:
         scheduler: With the log.
+        schedulers: That of each run, one after the other.
         faults: What has happened.
         results: By rank, step by step, what each synchronized backward has given.
         parameters: By rank, those after each step that has updated them.
         joined: By rank, parameters and buffers after join().
     """
 
-    def __init__(self, program):
-        self.program = program
+    def __init__(self, program, before=None):
+        self.program, self.before, self.oracle = program, before, None
         count = program.most_ranks
         draw = Random(f"order {program.seed}")
         self.scheduler = Scheduler(draw, processes.new_worlds(count), processes.use_world)
+        self.schedulers = [] if before is None else before.schedulers
+        self.schedulers.append(self.scheduler)
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, program.changes, count)
         self.results = [[[] for _ in program.steps] for _ in range(count)]
@@ -324,12 +359,16 @@ class Run:
             Unsound: It does not do what it should.
         """
         has_folder = self.program.saves or (self.program.outer and self.program.outer.resumes)
-        with TemporaryDirectory() if has_folder else nullcontext("") as self._folder:
+        with TemporaryDirectory() if has_folder else nullcontext(self.before and self.before.folder) as self.folder:
             processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
-        self._hold()
+            self.oracle = self._hold()
+            following = self.program.following if self.oracle.is_over else None
+            # Of what differs between ranks another number has no more than some rank's.
+            if following and (not self.oracle.is_torn or following.world_size == self.program.world_size):
+                type(self)(following, self).run()
 
     def _hold(self):
-        hold(self)
+        return hold(self)
 
     def _meet(self, rank):
         dist.init_process_group(
@@ -345,7 +384,10 @@ class Run:
         """Wrap the modules; the wrappers."""
         program = self.program
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
-        return kind(modules_of(program), order, program.options | further, program.wrapping, hooks=program.hooks)
+        options = program.options | further
+        return kind(
+            modules_of(program), order, options, program.wrapping, hooks=program.hooks, momentum=program.momentum
+        )
 
     def _train(self, rank):
         program = self.program
@@ -355,7 +397,9 @@ class Run:
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, {}, error.with_traceback(None)))
             return
-        checkpointer = Checkpointer(self._folder, models.saved()) if program.saves else None
+        checkpointer = Checkpointer(self.folder, models.saved()) if self.folder else None
+        if self.before is not None:
+            checkpointer.load()
         joined = max(program.counts, default=0)
         if joined:
             with Join(list(models.parts), divide_by_initial_world_size=program.divides_by_all):
@@ -366,7 +410,7 @@ class Run:
         for number in range(joined, len(program.steps)):
             if not self._step(rank, number, program.steps[number], models):
                 return
-            if checkpointer is not None and not self._save(rank, number, models, checkpointer):
+            if program.saves and not self._save(rank, number, models, checkpointer):
                 return
         if not program.faults:
             dist.barrier()
@@ -516,4 +560,4 @@ def modules_of(program):
 
 def plain_models(program):
     """The modules of a program without wrappers."""
-    return Models(modules_of(program), range(len(program.recipes)))
+    return Models(modules_of(program), range(len(program.recipes)), momentum=program.momentum)

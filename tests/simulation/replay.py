@@ -9,6 +9,7 @@ from .split import SplitProgram
 from .wrappers import Wrapping
 
 _ORDERS = 4  # of events, in which a smaller program is tried
+_COMMON = ("recipes", "wrapping", "options", "shares", "ties")  # of a program and of that which goes on behind it
 _USUAL = {"overlap": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25.0, "forward_sync_buffers": False}
 
 
@@ -54,6 +55,10 @@ def told(program):
         what = "thaws" if change.trains else "freezes"
         yield f"  change: rank {change.rank} {what} parameter {change.number} before step {change.step}"
 
+    if program.following is not None:
+        yield "then, from its last checkpoint:"
+        yield from told(program.following)
+
 
 def _in_words(event):
     kind, *rest = event
@@ -87,7 +92,9 @@ def replay(program):
         history.run()
     except Unsound as unsound:
         error = str(unsound)
-    print(*log_of(history.scheduler), "", error or "sound", sep="\n")
+    for scheduler in history.schedulers:
+        print(*log_of(scheduler), "", sep="\n")
+    print(error or "sound")
     return bool(error)
 
 
@@ -115,7 +122,14 @@ def _smaller(program):
     if isinstance(program, SplitProgram):
         yield from program.smaller()
         return
-    change = dataclasses.replace
+    change, following = dataclasses.replace, program.following
+    if following is not None:
+        yield change(program, following=None)
+        yield from (change(program, following=one) for one in _smaller(following) if _alike(one, following))
+        for one in _smaller(change(program, following=None)):
+            common = {name: getattr(one, name) for name in _COMMON}
+            yield change(one, following=change(following, **common))
+        return
     for k in range(len(program.steps)) if program.steps[1:] else ():
         steps = (*program.steps[:k], *program.steps[k + 1 :])
         kept = {
@@ -155,6 +169,10 @@ def _smaller(program):
         if recipe.heads > 1:
             yield change(program, recipes=tuple(change(one, heads=1) for one in program.recipes))
     yield from _plainer(program)
+
+
+def _alike(one, other):
+    return all(getattr(one, name) == getattr(other, name) for name in _COMMON)
 
 
 def _plainer(program):

@@ -497,6 +497,7 @@ class SplitRun:
         self.program = program
         count = program.world_size
         self.scheduler = Scheduler(Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world)
+        self.schedulers = [self.scheduler]
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, (), count)
         self.outcomes = [[] for _ in range(count)]
