@@ -425,6 +425,10 @@ class OuterSteps:
             name: value.detach().to(parameters[name].device, copy=True) for name, value in state["velocity"].items()
         }
 
+    def end_loading(self) -> None:
+        """Note that the parameters that belong to a loaded state are there: what is loaded from now on is another."""
+        self._restored.clear()
+
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     """The OuterSteps that count the steps of ``optimizer``: one for each wrapper whose parameters it updates."""

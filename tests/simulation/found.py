@@ -148,6 +148,9 @@ def found(orders=5):
     # A rank could not begin an outer step right behind one that had failed: nobody was told of the second error.
     beginning, outer = (Fault(0, 0, Where.BEGINNING, 0), Fault(0, 0, Where.BEGINNING, 1)), Outer(asked=frozenset({0}))
     programs += [dataclasses.replace(_program(0, ("here",) * 2, beginning), outer=outer)]
+    # What was loaded right behind a checkpoint was taken for a part of it, from whose values the outer step began.
+    outer = Outer(lr=0.7, momentum=0.9, loads=frozenset({1}), resumes=(0, 2))
+    programs += [dataclasses.replace(_program(0, ("here",) * 2, ()), outer=outer)]
     # A rank failed in its first step before it had sent its mask: loading took it for one without the others' buffers.
     failed = _program(0, ("here",) * 2, (Fault(1, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER)
     programs += [dataclasses.replace(failed, steps=(_STEP,), saves=True)]

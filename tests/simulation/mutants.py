@@ -8,6 +8,7 @@ These are not found, with the reason as far as it is known:
     counts of a failed step are kept       the next step begins without gradients, by which they are dropped, too
     split: who fails next ends this step   a rank must look while its last message is under way and another rank has
                                            failed in the next step: 1 of 230 histories made for that came there
+    outer: an interrupt is not told        the engine tells of those in its waits, and elsewhere no rank is interrupted
 
 These are not planted, as no rank sees a difference:
 
@@ -33,11 +34,12 @@ from unittest import mock
 from ppe_ddp import joining, weighing
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
+from ppe_ddp.checkpoints import checkpointer
 from ppe_ddp.compression import comm_state, outer_steps
 from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
-from ppe_ddp.optim import DistributedOptimizer
+from ppe_ddp.optim import DistributedOptimizer, optimizer_state
 
 from .__main__ import prepare, program_of_kind, run
 from .found import found
@@ -443,6 +445,28 @@ MUTANTS = [
             "self.weights.is_refused and not",
             "False and not",
         ),
+        ("outer: what is loaded later is the checkpoint's", OUTER, "end_loading", "self._restored.clear()", "pass"),
+        ("outer: momentum is not loaded", OUTER, "load_state_dict", 'in state["velocity"].items()', "in ()"),
+        ("outer: the count of inner steps is not loaded", OUTER, "load_state_dict", 'int(state["steps"])', "0"),
+        ("outer: between outer steps one rank's model is saved", checkpointer, "own_part", "one.is_between", "False"),
+        ("outer: each rank loads the first one's optimizer", checkpointer, "loaded_part", "rank % saved_by", "0"),
+        # checkpoints
+        ("saving: what differs is one rank's", checkpointer.Checkpointer, "_add_differing", ") > 1:", ") > 9:"),
+        (
+            "saving: what was not sent is not loaded",
+            checkpointer,
+            "_load_communication",
+            "fitting_state(saved, own)",
+            "own",
+        ),
+        (
+            "saving: buffers of the last mask are compared",
+            negotiation.Negotiation,
+            "_lines",
+            " if buffers is None else buffers",
+            "",
+        ),
+        ("saving: a shard begins with no momentum", optimizer_state, "restore", "master.index in found.state", "False"),
     ]
 ]
 

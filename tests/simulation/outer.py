@@ -147,8 +147,7 @@ def resuming(program):
     if not (program.changes or program.wrapping is Wrapping.HOOK or draw.random() < 0.6):  # all of one group
         ranks = draw.choice([count for count in (1, 2, 3, 4) if count != ranks])
     step = draw.randrange(len(program.steps) - 1)
-    # What is loaded right behind a state of outer steps belongs to that: they do not begin from it.
-    outer = dataclasses.replace(program.outer, resumes=(step, ranks), loads=program.outer.loads - {step + 1})
+    outer = dataclasses.replace(program.outer, resumes=(step, ranks))
     nodes = tuple(program.nodes[rank % len(program.nodes)] for rank in range(max(ranks, program.world_size)))
     return dataclasses.replace(program, outer=outer, nodes=nodes)
 
