@@ -205,6 +205,7 @@ class OuterStep:
         wrapper: The number of the wrapper.
         is_taken: Whether averages have arrived.
         error: What it has raised.
+        has_voted: Whether the vote of all ranks has come.
         values: All parameters behind it, by name.
         residuals: By name, what a compressor has kept.
     """
@@ -212,6 +213,7 @@ class OuterStep:
     wrapper: int
     is_taken: bool
     error: BaseException | None
+    has_voted: bool
     values: dict[str, Any]
     residuals: dict[str, Any]
 
@@ -261,14 +263,20 @@ class OuterModels(Wrappers):
             fail_in(one, "_change", Where.BEGINNING)
             fail_in(one, "_outcome", Where.TAKING)
             one.synchronize = functools.partial(self._synchronize, k, one, one.synchronize)
+            times = self.parts[k]._reducer.synchronizer.times  # noted right behind the vote
+            times.note = functools.partial(self._vote, times.note)
         self.inner.register_step_pre_hook(self._begin)
         self.result = Trained()
 
     def _begin(self, *_):
         self.result.begun = self.parameter_values()
 
+    def _vote(self, usual, given):
+        self.has_voted = True
+        usual(given)
+
     def _synchronize(self, k, outer, usual):
-        before, error = outer._taken, None
+        before, error, self.has_voted = outer._taken, None, False
         Scheduler.current.note("outer step", k)
         try:
             usual()
@@ -278,7 +286,7 @@ class OuterModels(Wrappers):
         finally:
             text = "" if error is None else f"{type(error).__name__}: {error}"
             Scheduler.current.note("outer step", k, "taken" if outer._taken > before else "not taken", text)
-            given = self.parameter_values(), self.residuals()
+            given = self.has_voted, self.parameter_values(), self.residuals()
             self.result.outer_steps.append(OuterStep(k, outer._taken > before, error, *given))
 
     def saved(self):

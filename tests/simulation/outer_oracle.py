@@ -179,7 +179,9 @@ class OuterOracle:
         is_nothing = all(mean is None for mean in means.values())
         taken = {rank for rank, one in enumerate(given) if one.is_taken}
         errors = {rank: one.error for rank, one in enumerate(given) if one.error is not None}
-        self._check_errors(place, wrapper, errors, taken, is_bad=is_bad, is_nothing=is_nothing)
+        # Known: who is interrupted as it waits for the vote may not have what others have.
+        waited = {k for k, e in errors.items() if isinstance(e, KeyboardInterrupt) and not given[k].has_voted}
+        self._check_errors(place, wrapper, errors, taken, waited, is_bad=is_bad, is_nothing=is_nothing)
         if self.program.wrapping.compressor is not None:
             self._check_kept(place, names, means, given, taken)
         values = self._outcome(place, names, means, given, taken)
@@ -195,8 +197,8 @@ class OuterOracle:
             wrong = differences(one.values, copy.models.parameter_values(), exact=self.is_exact)
             raise_where(f"rank {rank}, {place}, {'taken' if rank in taken else 'not taken'}", wrong)
 
-    def _check_errors(self, place, wrapper, errors, taken, *, is_bad, is_nothing):
-        """Hold errors, and who has taken the step, to what has happened."""
+    def _check_errors(self, place, wrapper, errors, taken, waited, *, is_bad, is_nothing):
+        """Hold errors, and who has taken the step, to what has happened; ``waited`` for the vote were interrupted."""
         everyone = set(range(len(self.copies)))
         behind = {rank for rank, error in errors.items() if error.args and error.args[0] is Where.TAKING}
         raising = {rank for rank, error in errors.items() if isinstance(error, (Planned, MemoryError))} - behind
@@ -212,11 +214,11 @@ class OuterOracle:
             expected = everyone if raising or self.program.wrapping is Wrapping.CHECKED else interrupted
             if taken or (errors.keys() != expected and not interrupted):
                 raise Unsound(f"{place}: {raising} have failed, {taken} have taken it, and errors are {errors}")
-        elif interrupted - taken and taken not in (set(), everyone):
-            self.lost.add(wrapper)  # Known: who is interrupted as it waits for the vote may not have what others have
+        elif waited and taken not in (set(), everyone):
+            self.lost.add(wrapper)
         elif told and not interrupted:
             raise Unsound(f"{place}: nobody has failed, and errors are {errors}")
-        elif not (is_nothing or interrupted - taken or taken == everyone):
+        elif not (is_nothing or waited or taken == everyone):
             raise Unsound(f"{place}: {taken} have taken it, and errors are {errors}")
         for rank in told:
             is_of_nan = is_bad and isinstance(errors[rank], NonFiniteGradientError)
