@@ -220,7 +220,7 @@ def _some_inputs(actor: _RankStep) -> Iterator[None]:
     yield
 
 
-class _LocalSubject:
+class LocalSubject:
     """A copy of a module that does not communicate."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -305,7 +305,7 @@ class Reference:
         runs = [
             perform(
                 step,
-                _LocalSubject(twin),
+                LocalSubject(twin),
                 recipe,
                 number,
                 rank=rank,

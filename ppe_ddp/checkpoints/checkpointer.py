@@ -376,6 +376,9 @@ class Checkpointer:
                 targets.update(part.read(found[0], read))
         for part in parts:
             self._ranks.from_each(partial(part.load, targets))
+        for outer in self._outer_steps():
+            if any(outer.is_of(what) for what in self._given.values() if isinstance(what, nn.Module)):
+                outer.end_loading()
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)

@@ -287,6 +287,8 @@ class OuterSteps:
         of_others: dict[str, Tensor | None] = {}
         try:
             try:
+                if (reducer := self._ddp._reducer) is not None:
+                    reducer.begin_step()  # else an error here would be taken for one of an outer step that has failed
                 self._compare()
                 self._begin_inner_step()
                 parameters = self._parameters()
@@ -422,6 +424,10 @@ class OuterSteps:
         self._velocity = {
             name: value.detach().to(parameters[name].device, copy=True) for name, value in state["velocity"].items()
         }
+
+    def end_loading(self) -> None:
+        """Note that the parameters that belong to a loaded state are there: what is loaded from now on is another."""
+        self._restored.clear()
 
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:

@@ -250,7 +250,8 @@ class Negotiation:
                 rank.
         """
         place = f"{_COMPARISON} after step {self._groups.step}"
-        lines = [place, *self._lines(), *_buffer_lines(self._module_state.buffers() if with_buffers else {})]
+        # Not those of the last mask, which a rank that has failed before it may not have sent.
+        lines = [place, *self._lines(buffers=_buffer_lines(self._module_state.buffers() if with_buffers else {}))]
         unwritable = self._module_state.unwritable(with_buffers=writes_buffers)
         fields = {"unwritable": bytes([bool(unwritable)])}
         if self._generation != self._groups.generation:
@@ -437,8 +438,8 @@ class Negotiation:
             self._packing = replace(self._packing, bucket_bytes=chosen, measured=False)
         self._repack(self._packing)
 
-    def _lines(self, local: bytes | bytearray = b"") -> list[str]:
-        """Everything that must be the same on all ranks, one line each."""
+    def _lines(self, local: bytes | bytearray = b"", *, buffers: Sequence[str] | None = None) -> list[str]:
+        """Everything that must be the same on all ranks, one line each; of the last mask's ``buffers`` if None."""
         packing = self._default
         caps = ", ".join(str(size / 2**20) for size in (*packing.first_bytes, packing.bucket_bytes))
         lines = [f"parameter {spec.described()}" for spec in self._module_state.specs]
@@ -450,7 +451,7 @@ class Negotiation:
             f"broadcast_buffers {self._with_buffers}"
         )
         lines.extend(self._options)
-        lines.extend(self._buffer_lines)
+        lines.extend(self._buffer_lines if buffers is None else buffers)
         if not self._negotiate:
             lines.extend(
                 f"{'a' if here else 'no'} gradient of {spec.name!r} (negotiate_grads=False)"

@@ -8,6 +8,8 @@
     wrappers.py    what they do it with
     split.py       programs of another kind: a model that is split over the ranks, by Megatron's wrapper
     split_oracle.py  one process that does the same
+    outer.py       programs of ranks that train by themselves between outer steps, LocalSGD's or DiLoCo's
+    outer_oracle.py  one process that does the same
     faults.py      what befalls them
     oracle.py      one process that does the same, and what a history is held to
     scheduler.py   who runs next, and virtual time; stands in for ``time``, ``os`` and ``threading`` in ppe_ddp

@@ -60,8 +60,15 @@ def prepare(cores=None):
 
 def _tell(program, text):
     print(f"seed {program.seed}: {text}", flush=True)
-    split = " --split" if isinstance(program, SplitProgram) else ""
-    print(f"    once more, with its log: python -m tests.simulation --seed {program.seed}{split}", flush=True)
+    print(
+        f"    once more, with its log: python -m tests.simulation --seed {program.seed}{_kind_of(program)}", flush=True
+    )
+
+
+def _kind_of(program):
+    if isinstance(program, SplitProgram):
+        return " --split"
+    return " --outer" * bool(program.outer) + " --saving" * program.saves
 
 
 def _run_seeds(seeds, program_of, until):
@@ -87,6 +94,12 @@ def run_seeds(seeds, jobs, program_of=Program.of, until=math.inf):
         return tuple(map(sum, zip(*done, strict=True)))
 
 
+def program_of_kind(arguments):
+    """By seed, the programs of the kind that the command line asks for."""
+    kinds = {"split": SplitProgram.of, "outer": Program.with_outer_steps, "saving": Program.saving}
+    return next((of for name, of in kinds.items() if getattr(arguments, name)), Program.of)
+
+
 def main():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -96,10 +109,12 @@ def main():
     parser.add_argument("--seeds", metavar="A:B", help="without B from A on; 0:100, or with --seconds from the time on")
     parser.add_argument("--seconds", type=float, help="end after so long")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
+    parser.add_argument("--outer", action="store_true", help="all are of ranks that train by themselves")
+    parser.add_argument("--saving", action="store_true", help="all that can save checkpoints")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
     prepare()
-    program_of = SplitProgram.of if arguments.split else Program.of
+    program_of = program_of_kind(arguments)
     if arguments.seed is not None:
         with simulated():
             program = program_of(arguments.seed)

@@ -50,6 +50,10 @@ class Where(enum.Enum):
     """... clip_grad_norm_() raises."""
     UPDATE = enum.auto()
     """... the step of a DistributedOptimizer raises."""
+    BEGINNING = enum.auto()
+    """Of ranks that train by themselves: an outer step raises before anything is sent."""
+    TAKING = enum.auto()
+    """... when its averages have arrived."""
 
     def __repr__(self):
         return self.name
@@ -57,7 +61,8 @@ class Where(enum.Enum):
 
 BEHIND_BACKWARD = (Where.FINALIZE, Where.LATE, Where.CLIP, Where.UPDATE)
 _NOT_RAISING = (Where.INTERRUPT, Where.NAN, Where.NAN_GRADIENT, Where.SLOW, Where.DIES)
-RAISING = tuple(where for where in Where if where not in (*_NOT_RAISING, *BEHIND_BACKWARD))
+_OF_OUTER_STEPS = (Where.BEGINNING, Where.TAKING)
+RAISING = tuple(where for where in Where if where not in (*_NOT_RAISING, *BEHIND_BACKWARD, *_OF_OUTER_STEPS))
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,17 @@ class Faults:
         rank = Scheduler.current.task.rank
         fault = next(f for f in self._planned if (f.rank, f.step, f.where) == (rank, number, Where.INTERRUPT))
         self.fired[fault] = Scheduler.current.now
+
+
+def fail_in(owner, method, where):
+    """Let a method of one object raise where it has to."""
+    usual = getattr(owner, method)
+
+    def call(*arguments):
+        Faults.current.at(where)
+        return usual(*arguments)
+
+    setattr(owner, method, call)
 
 
 def _hooked(models, numbers, hook):

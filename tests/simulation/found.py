@@ -9,6 +9,7 @@ from law_models import Kind, LayerRecipe, Recipe
 from law_steps import StepKind, TrainingStep, Zeroing
 
 from .faults import Fault, Where
+from .outer import Outer
 from .program import Program
 from .split import SplitProgram
 from .wrappers import Wrapping
@@ -144,6 +145,15 @@ def found(orders=5):
     failing = [_program(seed, ("here",) * 2, (Fault(0, 0, Where.BACKWARD, 0),), **hooked) for seed in (2, 5)]
     # ... those too that weigh nothing.
     programs += [*failing, dataclasses.replace(failing[1], weighs=True)]
+    # A rank could not begin an outer step right behind one that had failed: nobody was told of the second error.
+    beginning, outer = (Fault(0, 0, Where.BEGINNING, 0), Fault(0, 0, Where.BEGINNING, 1)), Outer(asked=frozenset({0}))
+    programs += [dataclasses.replace(_program(0, ("here",) * 2, beginning), outer=outer)]
+    # What was loaded right behind a checkpoint was taken for a part of it, from whose values the outer step began.
+    outer = Outer(lr=0.7, momentum=0.9, loads=frozenset({1}), resumes=(0, 2))
+    programs += [dataclasses.replace(_program(0, ("here",) * 2, ()), outer=outer)]
+    # A rank failed in its first step before it had sent its mask: loading took it for one without the others' buffers.
+    failed = _program(0, ("here",) * 2, (Fault(1, 0, Where.LOSS, 0),), wrapping=Wrapping.OPTIMIZER)
+    programs += [dataclasses.replace(failed, steps=(_STEP,), saves=True)]
     # Where all parameters of one dtype are empty, there is nothing to gather of them.
     empty = Recipe(1, (LayerRecipe(Kind.EMPTY, torch.float64), LayerRecipe(Kind.LINEAR)))
     return [*programs, dataclasses.replace(_program(0, ("",) * 2, (), wrapping=Wrapping.OPTIMIZER), recipes=(empty,))]

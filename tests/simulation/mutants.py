@@ -8,6 +8,7 @@ These are not found, with the reason as far as it is known:
     counts of a failed step are kept       the next step begins without gradients, by which they are dropped, too
     split: who fails next ends this step   a rank must look while its last message is under way and another rank has
                                            failed in the next step: 1 of 230 histories made for that came there
+    outer: an interrupt is not told        the engine tells of those in its waits, and elsewhere no rank is interrupted
 
 These are not planted, as no rank sees a difference:
 
@@ -33,16 +34,15 @@ from unittest import mock
 from ppe_ddp import joining, weighing
 from ppe_ddp.backends import rank_store
 from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
-from ppe_ddp.compression import comm_state
+from ppe_ddp.checkpoints import checkpointer
+from ppe_ddp.compression import comm_state, outer_steps
 from ppe_ddp.engine import bucket, completion, failures, gradients, groups, negotiation, reducer, synchronizer
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.megatron import buffer_synchronizer, finalize, parallel_groups, sharded_buffers
-from ppe_ddp.optim import DistributedOptimizer
+from ppe_ddp.optim import DistributedOptimizer, optimizer_state
 
-from .__main__ import prepare, run
+from .__main__ import prepare, program_of_kind, run
 from .found import found
-from .program import Program
-from .split import SplitProgram
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ JOIN = joining.DdpJoinHook
 MEGATRON = buffer_synchronizer.BufferSynchronizer
 PARALLEL, COPIES = parallel_groups.ModelParallel, parallel_groups.CopiesOfParameters
 SHARDED = sharded_buffers.ShardedBuffers
+OUTER = outer_steps.OuterSteps
 # title, owner, method, what is there, what takes its place
 MUTANTS = [
     Mutant(*row)
@@ -421,6 +422,51 @@ MUTANTS = [
             "if has_told and is_own:",
             "if has_told:",
         ),
+        # outer steps of ranks that train by themselves
+        ("outer: an outer step that fails counts as taken", OUTER, "_average", "or after != (before or 0)", "or True"),
+        ("outer: an error before anything is sent is not told", OUTER, "synchronize", "self._tell(error)", "pass"),
+        ("outer: ... where the last one has failed, too", OUTER, "synchronize", "reducer.begin_step()", "pass"),
+        ("outer: an interrupt is not told", OUTER, "_average", "self._tell(error)", "pass"),
+        ("outer: what an error has left is never completed", OUTER, "_begin_inner_step", "self._remember()", "pass"),
+        ("outer: ... is completed without its momentum", OUTER, "_update", "if velocity is not None:", "if False:"),
+        ("outer: gradients stay", OUTER, "synchronize", "parameter.grad = of_others.get(name)", "pass"),
+        ("outer: what is loaded is not where the next one begins", OUTER, "_note", "known[1].copy_(parameter)", "pass"),
+        (
+            "outer: an error leaves out those of other wrappers",
+            outer_steps,
+            "_count_all",
+            "stack.callback(one.count)",
+            "one.count()",
+        ),
+        (
+            "outer: ranks learn before they have taken it",
+            SYNC,
+            "complete",
+            "self.weights.is_refused and not",
+            "False and not",
+        ),
+        ("outer: what is loaded later is the checkpoint's", OUTER, "end_loading", "self._restored.clear()", "pass"),
+        ("outer: momentum is not loaded", OUTER, "load_state_dict", 'in state["velocity"].items()', "in ()"),
+        ("outer: the count of inner steps is not loaded", OUTER, "load_state_dict", 'int(state["steps"])', "0"),
+        ("outer: between outer steps one rank's model is saved", checkpointer, "own_part", "one.is_between", "False"),
+        ("outer: each rank loads the first one's optimizer", checkpointer, "loaded_part", "rank % saved_by", "0"),
+        # checkpoints
+        ("saving: what differs is one rank's", checkpointer.Checkpointer, "_add_differing", ") > 1:", ") > 9:"),
+        (
+            "saving: what was not sent is not loaded",
+            checkpointer,
+            "_load_communication",
+            "fitting_state(saved, own)",
+            "own",
+        ),
+        (
+            "saving: buffers of the last mask are compared",
+            negotiation.Negotiation,
+            "_lines",
+            " if buffers is None else buffers",
+            "",
+        ),
+        ("saving: a shard begins with no momentum", optimizer_state, "restore", "master.index in found.state", "False"),
     ]
 ]
 
@@ -478,9 +524,11 @@ def main():
     parser.add_argument("--seeds", default="0:2000")
     parser.add_argument("--only", default="", help="those whose titles have this")
     parser.add_argument("--split", action="store_true", help="all seeds are of models that are split over the ranks")
+    parser.add_argument("--outer", action="store_true", help="all are of ranks that train by themselves")
+    parser.add_argument("--saving", action="store_true", help="all that can save checkpoints")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
-    program_of = SplitProgram.of if arguments.split else Program.of
+    program_of = program_of_kind(arguments)
     prepare()
     wanted = [mutant for mutant in MUTANTS if arguments.only in mutant.title]
     programs = reaching(wanted, map(program_of, range(first, last)))

@@ -120,7 +120,7 @@ def differences(found, expected, *, exact=True, scale=lambda name: 0.0):
         if want is None or got is None:
             if want is not got:
                 texts.append(f"{name} is {got}, and should be {want}")
-        elif torch.equal(got, want):
+        elif _same(got, want):
             pass
         elif exact:
             texts.append(f"{name} is {got.tolist()}, and should be exactly {want.tolist()}")
@@ -130,12 +130,14 @@ def differences(found, expected, *, exact=True, scale=lambda name: 0.0):
 
 
 def hold(run):
-    """Hold what a run has given to one process that does the same.
+    """Hold what a run has given to one process that does the same, which is returned.
 
     Raises:
         Unsound: It is not that.
     """
-    Oracle(run).check()
+    oracle = Oracle(run)
+    oracle.check()
+    return oracle
 
 
 class Oracle:
@@ -154,7 +156,7 @@ class Oracle:
             count_of=self.program.count if self.program.weighs else None,
         )
         self.has_failed = False
-        self.is_torn = False
+        self.is_torn = self.is_over = False
         self._handles = []  # of hooks in one step
         self.ahead = set()  # ranks that have raised in the step after this one
         self.residuals = [{} for _ in range(self.program.world_size)]
@@ -168,6 +170,20 @@ class Oracle:
         kinds = {layer.kind for recipe in self.program.recipes for layer in recipe.layers}
         self.is_exact &= not (wrapping.is_megatron and Kind.REENTRANT in kinds)
 
+        if run.before is not None:
+            self._go_on(run.before)
+
+    def _go_on(self, before):
+        """Begin with what the checkpoint of a run ``before`` has."""
+        is_same = before.program.world_size == self.program.world_size
+        for rank, copy in enumerate(self.reference.copies):
+            copy.give(before.loaded[rank if is_same else 0][0])
+            copy.velocity = dict(before.oracle.reference.copies[0].velocity)
+        self.has_failed = True  # what buffers begin with is not modelled
+        self.is_torn = before.oracle.is_torn
+        if is_same:
+            self.residuals = before.oracle.residuals
+
     def check(self):
         """Compare, step by step."""
         for number, step in enumerate(self.program.steps):
@@ -179,11 +195,12 @@ class Oracle:
         for rank, loaded in enumerate(self.run.loaded):
             if None not in (loaded, self.run.loaded[0]):
                 saved, _ = loaded if self.is_torn else self.run.loaded[0]  # what differs is saved by each rank
-                _raise(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], saved))
+                raise_where(f"rank {rank}, a checkpoint that was loaded", differences(loaded[1], saved))
         for fault in self.run.faults.fired:
             if fault.where is Where.DIES and fault.rank in self.run.scheduler.dead:
                 self._check_death(fault)
         self._check_time()
+        self.is_over = None not in self.run.loaded
 
     def _check_step(self, number, step):
         """Compare one; whether the ranks go on."""
@@ -249,7 +266,7 @@ class Oracle:
         for rank, (parameters, buffers) in enumerate(self.run.joined):
             wrong = differences(parameters, first[0]) + differences(buffers, first[1])
             wrong += differences(parameters, values, exact=self.is_exact)
-            _raise(f"rank {rank}, after join()", wrong)
+            raise_where(f"rank {rank}, after join()", wrong)
 
     def _is_bad(self):
         """Whether a rank has a gradient that is no number."""
@@ -267,13 +284,13 @@ class Oracle:
                 wrong = differences(steps[number], expected, exact=self.is_exact)
                 wrong += differences(steps[number], first or steps[number])
                 first = steps[number]
-                _raise(f"rank {rank}, parameters after step {number}", wrong)
+                raise_where(f"rank {rank}, parameters after step {number}", wrong)
 
     def _check_good(self, place, rank, result, expectation, there, *, is_dropped):
         wrapping, first = self.program.wrapping, next(iter(there.values()))
         if self.is_torn:  # some have taken a step that others have not
             if wrapping is not Wrapping.OPTIMIZER:
-                _raise(place, differences(result.gradients, first.gradients))
+                raise_where(place, differences(result.gradients, first.gradients))
             return
         means = self._of_wrapping(expectation.means, result.gradients)
         self.is_exact &= result.is_exact
@@ -288,7 +305,7 @@ class Oracle:
         if self.program.options["forward_sync_buffers"] and not (is_dropped or wrapping.is_megatron):
             buffers = first.buffers if self.has_failed else expectation.buffers
             wrong += differences(result.buffers, buffers)
-        _raise(place, wrong + self._wrongly_called(result, {} if is_dropped else result.gradients))
+        raise_where(place, wrong + self._wrongly_called(result, {} if is_dropped else result.gradients))
 
     def _wrongly_called(self, result, averages):
         """Where hooks of the user's were not called once with the average that is in ``.grad``."""
@@ -319,7 +336,7 @@ class Oracle:
         for name, mean in expectation.means.items():
             got = there[0].gradients[name]
             if mean is not None and got is not None:
-                sides = [part + _mean_of(tables, name, mean) for part, tables in ((mean, self.residuals), (got, after))]
+                sides = [part + mean_of(tables, name, mean) for part, tables in ((mean, self.residuals), (got, after))]
                 if not torch.allclose(*sides, rtol=1e-4, atol=1e-4):
                     wrong.append(
                         f"{name}: given and kept before {sides[0].tolist()}, sent and kept {sides[1].tolist()}"
@@ -361,7 +378,7 @@ class Oracle:
             if several or error is None:  # one wrapper, or rank, may have taken the step, and another not
                 self.residuals[rank] = result.residuals
             is_whole = is_clear or (program.adds_parts and not self.is_torn)  # what is kept does not come in parts
-            if is_whole and error is not None and not _are_same(result.residuals, self.residuals[rank]):
+            if is_whole and error is not None and not are_same(result.residuals, self.residuals[rank]):
                 raise Unsound(f"{here}: a compressor has kept {result.residuals}, and before {self.residuals[rank]}")
 
     def _check_error(self, here, rank, error, raising, gone_on, *, is_fatal):
@@ -436,16 +453,18 @@ def _same(first, second, *, exact=True):
     return torch.equal(first, second) or torch.allclose(first, second, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _are_same(first, second):
+def are_same(first, second):
+    """Whether what is kept by name is the same."""
     return all(_same(first.get(name), second.get(name)) for name in first.keys() | second.keys())
 
 
-def _mean_of(tables, name, like):
+def mean_of(tables, name, like):
     """The mean over the ranks of what is kept for one parameter."""
     kept = [table[name].reshape(like.shape) for table in tables if name in table]
     return sum(kept, torch.zeros_like(like)) / len(tables)
 
 
-def _raise(place, wrong):
+def raise_where(place, wrong):
+    """Raise where something is wrong."""
     if wrong:
         raise Unsound(f"{place}: {'; '.join(wrong[:3])}")

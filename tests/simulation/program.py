@@ -3,6 +3,7 @@
 import dataclasses
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import compress
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,9 +22,9 @@ from .oracle import SCALED_FIRST, SEVERAL, hold
 from .scheduler import Scheduler
 from .split import SplitProgram
 from .store import SimulatedStore
-from .wrappers import Models, Wrappers, Wrapping
+from .wrappers import MOMENTUM, Models, Wrappers, Wrapping
 
-_KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
+KINDS = tuple(kind for kind in Kind if kind is not Kind.EMBEDDING)
 _ONE_SYNCHRONIZATION = [
     kind for kind in StepKind if kind is StepKind.MICRO_BATCHES or not any(word in kind.name for word in SEVERAL)
 ]
@@ -39,9 +40,10 @@ _IN_USERS_GROUP = (Where.SLOW, Where.LOSS, Where.EARLY, Where.BACKWARD, Where.HO
 _IN_SYNC_HOOK = {Where.PACKING: Where.FUNCTION, Where.FUNCTION_LATE: Where.FUNCTION}
 _IN_BACKWARD = {Where.EARLY: Where.BACKWARD}
 _LATER = (Where.PACKING, Where.FUNCTION, Where.FUNCTION_LATE, Where.HOOK)  # which come late in some programs
-_TIMEOUT = timedelta(seconds=300)
+TIMEOUT = timedelta(seconds=300)
 _LINGER_SECONDS = 250.0  # less than that
 _SPLIT = 0.08  # of the seeds
+_OUTER = 0.06
 _HOOK = 0.1  # of those that would have no function of the user's
 _WEIGHING = 0.25  # of those that can
 _WEIGHING_WITH_HOOK = 0.5  # ... with a hook of torch's kind
@@ -73,6 +75,10 @@ class Program:
         hooks: Whether parameters have hooks of the user's for accumulated gradients.
         saves: Whether a checkpoint is saved after each step, and the last one is loaded at the end.
         apart: ``(rank, step, module)`` where a rank does not use a module: it ends that wrapper's step by itself.
+        momentum: Of the optimizers.
+        following: What other processes do that go on from the last checkpoint, on as many ranks or not.
+        outer: The outer steps of ranks that train by themselves; None where each backward is synchronized. In a step
+            without an update all ranks leave the optimizer's step out.
     """
 
     seed: int
@@ -92,19 +98,19 @@ class Program:
     hooks: bool = False
     saves: bool = False
     apart: frozenset[tuple[int, int, int]] = frozenset()
+    momentum: float = 0.0
+    following: Any = None
+    outer: Any = None
 
     @classmethod
-    def of(cls, seed):
-        """The program of ``seed``; some are a :class:`SplitProgram`."""
+    def of(cls, seed, saving=_SAVING):
+        """The program of ``seed``; some are a :class:`SplitProgram`, and some have outer steps."""
         if Random(f"split or not {seed}").random() < _SPLIT:
             return SplitProgram.of(seed)
+        if Random(f"outer or not {seed}").random() < _OUTER:
+            return cls.with_outer_steps(seed)
         draw = Random(f"program {seed}")
-        options = {
-            "overlap": draw.random() < 0.8,
-            "gradient_as_bucket_view": draw.random() < 0.7,
-            "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
-            "forward_sync_buffers": draw.random() < 0.7,
-        }
+        options = options_of(draw)
         is_large = draw.random() < 0.03  # many small histories find more than a few long ones
         wrapping = draw.choice([*Wrapping, *[Wrapping.PLAIN] * 6])
         if wrapping is Wrapping.PLAIN and Random(f"hook {seed}").random() < _HOOK:
@@ -113,12 +119,12 @@ class Program:
         count = 1 if wrapping is Wrapping.HOOK else count  # it communicates in one group of the user's
         most_layers = 5 if is_large else draw.choice([1, 1, 2, 3])
         with_sparse = draw.random() < 0.1 and wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED)
-        recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else _KINDS) for k in range(count)]
+        recipes = [Recipe.random(seed + k, kinds=tuple(Kind) if with_sparse else KINDS) for k in range(count)]
         heads = recipes[0].heads if is_large else draw.choice([1, 1, 2])
         recipes = [dataclasses.replace(one, layers=one.layers[:most_layers], width=3, heads=heads) for one in recipes]
         shares = draw.choice(["", "", "heads", "all"]) if count > 1 and not wrapping.is_megatron else ""
         steps = [
-            TrainingStep(draw.choice(_fitting(recipes, wrapping)), draw.choice(list(Zeroing)), draw.random() < 0.7)
+            TrainingStep(draw.choice(fitting(recipes, wrapping)), draw.choice(list(Zeroing)), draw.random() < 0.7)
             for _ in range(draw.randint(2, 4) if is_large else draw.choice([1, 2, 2, 3]))
         ]
         if wrapping.compressor is not None:  # whose gradients are not what one process has
@@ -132,8 +138,7 @@ class Program:
         )
         instead = {Wrapping.SYNC_HOOK: _IN_SYNC_HOOK, Wrapping.HOOK: _IN_BACKWARD}.get(wrapping, {})
         faults = tuple(dataclasses.replace(one, where=instead.get(one.where, one.where)) for one in faults)
-        nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
-        nodes = tuple(nodes[rank % len(nodes)] for rank in range(world_size))
+        nodes = nodes_of(draw, world_size)
         changes = ()
         if draw.random() < 0.15:
             steps = [dataclasses.replace(one, zeroing=Zeroing.TO_NONE) for one in steps]
@@ -150,7 +155,7 @@ class Program:
         if not (faults or changes):
             one = dataclasses.replace(one, apart=one.drawn_apart())
         # A save calls collectives in the user's group: where no connection tells of a death, that takes its timeout.
-        saves = Random(f"saves {seed}").random() < _SAVING and not one.dying
+        saves = Random(f"saves {seed}").random() < saving and not one.dying
         # A rank that ends wrappers one by one calls the hooks of what they share in each.
         can_hook = not (wrapping.is_megatron or (shares and (one.apart or wrapping is Wrapping.OPTIMIZER)))
         hooks = can_hook and Random(f"hooks {seed}").random() < _HOOKING
@@ -158,11 +163,26 @@ class Program:
         can_join = not any(fault.where in (Where.DIES, Where.INTERRUPT) for fault in faults)
         can_join &= wrapping in (Wrapping.PLAIN, Wrapping.FUNCTION, Wrapping.CHECKED, Wrapping.SKIPPING)
         can_join &= not (one.apart or one.saves)
-        return one.joining(draw) if can_join and draw.random() < 0.15 else one
+        one = one.joining(draw) if can_join and draw.random() < 0.15 else one
+        return one.continued() if one.saves else one
+
+    @classmethod
+    def saving(cls, seed):
+        """The program of ``seed`` with checkpoints, if it can have some and is of the usual kind."""
+        return cls.of(seed, 1.0)
+
+    @staticmethod
+    def with_outer_steps(seed):
+        """The program of ``seed``, of ranks that train by themselves between outer steps."""
+        from .outer import outer_program
+
+        return outer_program(seed)
 
     def new_run(self):
         """A run of it."""
-        return Run(self)
+        from .outer import OuterRun
+
+        return OuterRun(self) if self.outer else Run(self)
 
     def joining(self, draw):
         """The same in join(), with other numbers of steps for each rank."""
@@ -198,6 +218,26 @@ class Program:
         ]
         return change(self, steps=tuple(steps), weighs=True)
 
+    def continued(self):
+        """The same, in some programs with other processes that go on from the last checkpoint; drawn apart."""
+        draw, change, wrapping = Random(f"continued {self.seed}"), dataclasses.replace, self.wrapping
+        if draw.random() < 0.25:
+            return self
+        size, is_several = self.world_size, len(self.recipes) > 1
+        size = size if draw.random() < 0.5 else draw.choice([1, 2, 3, 4])
+        kinds = [kind for kind in fitting(self.recipes, wrapping) if not self.ties or kind is not StepKind.SOME_INPUTS]
+        steps = [TrainingStep(draw.choice(kinds), draw.choice(list(Zeroing))) for _ in range(draw.choice([1, 2, 3]))]
+        if wrapping.compressor is not None:
+            steps = [change(one, zeroing=Zeroing.TO_NONE, updates=False) for one in steps]
+        can_fail = size > 1 and wrapping not in (Wrapping.HOOK, Wrapping.SYNC_HOOK) and draw.random() < 0.4
+        faults = Fault.some(draw, size, len(steps), with_nan=wrapping.looks_for_nan) if can_fail else ()
+        fits = [_is_fitting(one, steps[one.step], wrapping, self.shares, is_several=is_several) for one in faults]
+        nodes = tuple(self.nodes[rank % len(self.nodes)] for rank in range(size))
+        nothing = {"changes": (), "apart": frozenset(), "weighs": False, "saves": False}
+        momentum = MOMENTUM if wrapping is Wrapping.OPTIMIZER else 0.0
+        one = change(self, steps=tuple(steps), faults=tuple(compress(faults, fits)), nodes=nodes, **nothing)
+        return change(self, momentum=momentum, following=change(one, world_size=size, momentum=momentum))
+
     def count(self, rank, number, forward):
         """The count of a loss, where losses have weights."""
         return Random(f"count {self.seed} {rank} {number} {forward}").choice(_COUNTS)
@@ -219,6 +259,11 @@ class Program:
         return tuple(
             change(one, where=Where.PACKING, passes=passes) if one.where in _LATER else one for one in self.faults
         )
+
+    @property
+    def most_ranks(self):
+        """How many ranks there are at most: training may go on with more."""
+        return max(self.world_size, self.outer.resumes[1] if self.outer and self.outer.resumes else 0)
 
     def left_out(self, rank, number):
         """The modules that ``rank`` does not use in a step."""
@@ -281,20 +326,24 @@ class Run:
 
     Args:
         program: What to do.
+        before: A run that ended with a checkpoint, from which this one goes on in other processes.
 
     Attributes:
         scheduler: With the log.
+        schedulers: That of each run, one after the other.
         faults: What has happened.
         results: By rank, step by step, what each synchronized backward has given.
         parameters: By rank, those after each step that has updated them.
         joined: By rank, parameters and buffers after join().
     """
 
-    def __init__(self, program):
-        self.program = program
-        count = program.world_size
+    def __init__(self, program, before=None):
+        self.program, self.before, self.oracle = program, before, None
+        count = program.most_ranks
         draw = Random(f"order {program.seed}")
         self.scheduler = Scheduler(draw, processes.new_worlds(count), processes.use_world)
+        self.schedulers = [] if before is None else before.schedulers
+        self.schedulers.append(self.scheduler)
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, program.changes, count)
         self.results = [[[] for _ in program.steps] for _ in range(count)]
@@ -309,29 +358,48 @@ class Run:
         Raises:
             Unsound: It does not do what it should.
         """
-        with TemporaryDirectory() if self.program.saves else nullcontext("") as self._folder:
+        has_folder = self.program.saves or (self.program.outer and self.program.outer.resumes)
+        with TemporaryDirectory() if has_folder else nullcontext(self.before and self.before.folder) as self.folder:
             processes.run_ranks(self.program, self.scheduler, self.faults, self._train)
-        hold(self)
+            self.oracle = self._hold()
+            following = self.program.following if self.oracle.is_over else None
+            # Of what differs between ranks another number has no more than some rank's.
+            if following and (not self.oracle.is_torn or following.world_size == self.program.world_size):
+                type(self)(following, self).run()
 
-    def _train(self, rank):
-        program = self.program
+    def _hold(self):
+        return hold(self)
+
+    def _meet(self, rank):
         dist.init_process_group(
             "shm",
             store=self.store,
             rank=rank,
-            world_size=program.world_size,
-            timeout=_TIMEOUT,
+            world_size=self.program.most_ranks,
+            timeout=TIMEOUT,
             pg_options=ShmOptions(shared_memory=False),
         )
+
+    def _wrap(self, rank, kind=Wrappers, **further):
+        """Wrap the modules; the wrappers."""
+        program = self.program
         order = Random(f"forwards {program.seed} {rank}").sample(range(len(program.recipes)), len(program.recipes))
+        options = program.options | further
+        return kind(
+            modules_of(program), order, options, program.wrapping, hooks=program.hooks, momentum=program.momentum
+        )
+
+    def _train(self, rank):
+        program = self.program
         try:
-            models = Wrappers(modules_of(program), order, program.options, program.wrapping, hooks=program.hooks)
+            self._meet(rank)
+            models = self._wrap(rank)
         except CommunicationError as error:  # a rank that has begun is dead already
             self.results[rank][0].append(Result({}, {}, {}, set(), True, {}, error.with_traceback(None)))
             return
-        checkpointer = (
-            Checkpointer(self._folder, {str(k): part for k, part in enumerate(models.parts)}) if program.saves else None
-        )
+        checkpointer = Checkpointer(self.folder, models.saved()) if self.folder else None
+        if self.before is not None:
+            checkpointer.load()
         joined = max(program.counts, default=0)
         if joined:
             with Join(list(models.parts), divide_by_initial_world_size=program.divides_by_all):
@@ -342,7 +410,7 @@ class Run:
         for number in range(joined, len(program.steps)):
             if not self._step(rank, number, program.steps[number], models):
                 return
-            if checkpointer is not None and not self._save(rank, number, models, checkpointer):
+            if program.saves and not self._save(rank, number, models, checkpointer):
                 return
         if not program.faults:
             dist.barrier()
@@ -434,7 +502,23 @@ class Run:
         self.results[rank][number].append(result)
 
 
-def _fitting(recipes, wrapping):
+def options_of(draw):
+    """Options of wrappers."""
+    return {
+        "overlap": draw.random() < 0.8,
+        "gradient_as_bucket_view": draw.random() < 0.7,
+        "bucket_cap_mb": draw.choice([0.00001, 0.0001, 25.0]),
+        "forward_sync_buffers": draw.random() < 0.7,
+    }
+
+
+def nodes_of(draw, world_size):
+    """By rank, the node that it is on."""
+    nodes = draw.choice([["here"], ["here", "there"], [f"node {k}" for k in range(world_size)], [""]])
+    return tuple(nodes[rank % len(nodes)] for rank in range(world_size))
+
+
+def fitting(recipes, wrapping):
     """The kinds of steps that these models can take."""
     unfit = set()
     if any(one.is_reentrant for one in recipes):
@@ -476,4 +560,4 @@ def modules_of(program):
 
 def plain_models(program):
     """The modules of a program without wrappers."""
-    return Models(modules_of(program), range(len(program.recipes)))
+    return Models(modules_of(program), range(len(program.recipes)), momentum=program.momentum)

@@ -9,6 +9,7 @@ from .split import SplitProgram
 from .wrappers import Wrapping
 
 _ORDERS = 4  # of events, in which a smaller program is tried
+_COMMON = ("recipes", "wrapping", "options", "shares", "ties")  # of a program and of that which goes on behind it
 _USUAL = {"overlap": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 25.0, "forward_sync_buffers": False}
 
 
@@ -43,6 +44,8 @@ def told(program):
         yield "  in checkpoints is the first head once more"
     for rank, number, module in sorted(program.apart):
         yield f"  rank {rank} does not use module {module} in step {number}, and ends its wrapper's step by itself"
+    if program.outer:
+        yield f"  {program.outer}"
     if program.counts:
         over = "all ranks" if program.divides_by_all else "those that have inputs"
         yield f"  join() with {program.counts} steps, averages over {over}"
@@ -51,6 +54,10 @@ def told(program):
     for change in program.changes:
         what = "thaws" if change.trains else "freezes"
         yield f"  change: rank {change.rank} {what} parameter {change.number} before step {change.step}"
+
+    if program.following is not None:
+        yield "then, from its last checkpoint:"
+        yield from told(program.following)
 
 
 def _in_words(event):
@@ -85,7 +92,9 @@ def replay(program):
         history.run()
     except Unsound as unsound:
         error = str(unsound)
-    print(*log_of(history.scheduler), "", error or "sound", sep="\n")
+    for scheduler in history.schedulers:
+        print(*log_of(scheduler), "", sep="\n")
+    print(error or "sound")
     return bool(error)
 
 
@@ -113,7 +122,14 @@ def _smaller(program):
     if isinstance(program, SplitProgram):
         yield from program.smaller()
         return
-    change = dataclasses.replace
+    change, following = dataclasses.replace, program.following
+    if following is not None:
+        yield change(program, following=None)
+        yield from (change(program, following=one) for one in _smaller(following) if _alike(one, following))
+        for one in _smaller(change(program, following=None)):
+            common = {name: getattr(one, name) for name in _COMMON}
+            yield change(one, following=change(following, **common))
+        return
     for k in range(len(program.steps)) if program.steps[1:] else ():
         steps = (*program.steps[:k], *program.steps[k + 1 :])
         kept = {
@@ -121,6 +137,7 @@ def _smaller(program):
             for name, found in (("faults", program.faults), ("changes", program.changes))
         }
         counts = tuple(count - (count > k) for count in program.counts)
+        kept["outer"] = program.outer and program.outer.without(k)
         kept["apart"] = frozenset((rank, n - (n > k), module) for rank, n, module in program.apart if n != k)
         yield change(program, steps=steps, counts=counts, **kept)
     if program.world_size > 2:
@@ -130,6 +147,7 @@ def _smaller(program):
             world_size=count,
             nodes=program.nodes[:count],
             counts=program.counts[:count],
+            outer=program.outer and program.outer.among(count),
             faults=tuple(one for one in program.faults if one.rank < count),
             changes=tuple(one for one in program.changes if one.rank < count),
             apart=frozenset(one for one in program.apart if one[0] < count),
@@ -153,6 +171,10 @@ def _smaller(program):
     yield from _plainer(program)
 
 
+def _alike(one, other):
+    return all(getattr(one, name) == getattr(other, name) for name in _COMMON)
+
+
 def _plainer(program):
     """Programs in which one thing is as usual."""
     change = dataclasses.replace
@@ -160,6 +182,8 @@ def _plainer(program):
         yield change(program, wrapping=Wrapping.PLAIN)
     if program.shares:
         yield change(program, shares="")
+    for outer in program.outer.plainer() if program.outer else ():
+        yield change(program, outer=outer)
     if program.weighs:
         yield change(program, weighs=False)
     if program.counts:
@@ -176,7 +200,7 @@ def _plainer(program):
             yield change(program, options={**program.options, name: value})
     usual = TrainingStep(StepKind.ONE_BACKWARD, Zeroing.TO_NONE, updates=False)
     for k, step in enumerate(program.steps):
-        for name in ("kind", "zeroing", "updates"):
+        for name in ("kind", "zeroing") if program.outer else ("kind", "zeroing", "updates"):
             if getattr(step, name) != getattr(usual, name):
                 plain = change(step, **{name: getattr(usual, name)})
                 yield change(program, steps=(*program.steps[:k], plain, *program.steps[k + 1 :]))

@@ -37,7 +37,7 @@ from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.optim import clip_grad_norm_
 
 from . import processes
-from .faults import BEHIND_BACKWARD, Fault, Faults, Planned, Where
+from .faults import BEHIND_BACKWARD, Fault, Faults, Planned, Where, fail_in
 from .scheduler import Scheduler
 from .store import SimulatedStore
 
@@ -338,9 +338,9 @@ class RankOfModel:
             self._add_optimizers(part)
         for parameter in self.trained:
             parameter.register_hook(_pause)
-        self._fail_in(self.chunks[0], "scale_gradients", Where.LATE)
+        fail_in(self.chunks[0], "scale_gradients", Where.LATE)
         if self.optimizers:
-            self._fail_in(self.optimizers[0], "_gradients", Where.CLIP)
+            fail_in(self.optimizers[0], "_gradients", Where.CLIP)
         self.norm = None
 
     def _add_optimizers(self, part):
@@ -372,17 +372,6 @@ class RankOfModel:
                 if self.rank in ranks:
                     found[field] = group
         return megatron.ParallelGroups(**found)
-
-    @staticmethod
-    def _fail_in(owner, method, where):
-        """Let a method of one object raise where it has to."""
-        usual = getattr(owner, method)
-
-        def call(*arguments):
-            Faults.current.at(where)
-            return usual(*arguments)
-
-        setattr(owner, method, call)
 
     def values(self):
         """Copies of the parameters."""
@@ -508,6 +497,7 @@ class SplitRun:
         self.program = program
         count = program.world_size
         self.scheduler = Scheduler(Random(f"order {program.seed}"), processes.new_worlds(count), processes.use_world)
+        self.schedulers = [self.scheduler]
         self.store = SimulatedStore()
         self.faults = Faults(program.faults, (), count)
         self.outcomes = [[] for _ in range(count)]

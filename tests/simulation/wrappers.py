@@ -19,6 +19,7 @@ from .faults import Faults, Where, reduce_function
 from .scheduler import Scheduler
 
 RATE = 0.05
+MOMENTUM = 0.5
 _PAUSES = 0.3
 SHARD = torch.empty(0)
 """In place of a gradient of which each rank has its shard."""
@@ -76,6 +77,7 @@ class Models(nn.Module):
     Args:
         parts: The modules, or the wrappers.
         order: In which their forwards are called.
+        momentum: Of :meth:`update`.
 
     Attributes:
         is_poisoned: Whether outputs are NaN.
@@ -84,8 +86,9 @@ class Models(nn.Module):
             there is one, or a parameter that no other wrapper has (docs/promises.md).
     """
 
-    def __init__(self, parts, order):
+    def __init__(self, parts, order, *, momentum=0.0):
         super().__init__()
+        self.momentum, self.velocity = momentum, {}
         self.parts = nn.ModuleList(parts)
         self._order = order
         self.is_poisoned = False
@@ -122,11 +125,16 @@ class Models(nn.Module):
         return {name: copy_of(parameter.grad) for name, parameter in self.table.items()}
 
     def update(self):
-        """Take a step of plain gradient descent."""
+        """Take a step of gradient descent, with momentum if there is any."""
         with torch.no_grad():
-            for parameter in self.table.values():
+            for name, parameter in self.table.items():
                 if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=RATE)
+                    change = parameter.grad
+                    if self.momentum:
+                        before = self.velocity.get(name)
+                        change = change.clone() if before is None else self.momentum * before + change
+                        self.velocity[name] = change
+                    parameter.sub_(change, alpha=RATE)
 
     def parameter_values(self):
         """Copies of the parameters by name."""
@@ -152,9 +160,10 @@ class Wrappers(Models):
         options: Of the wrappers.
         wrapping: What they are.
         hooks: Whether to note what hooks of the user's are called with.
+        momentum: Of a DistributedOptimizer.
     """
 
-    def __init__(self, modules, order, options, wrapping, *, hooks):
+    def __init__(self, modules, order, options, wrapping, *, hooks, momentum=0.0):
         super().__init__([_wrapped(module, options, wrapping) for module in modules], order)
         self.wrapping = wrapping
         self.is_quiet = False  # whether the last backward was, or is, not synchronized
@@ -163,7 +172,7 @@ class Wrappers(Models):
             own = [parameter for parameter in part.parameters() if parameter.requires_grad and parameter not in taken]
             taken.update(own)
             if own:
-                inner = torch.optim.SGD(own, lr=RATE)
+                inner = torch.optim.SGD(own, lr=RATE, momentum=momentum)
                 self._optimizers.append(DistributedOptimizer(inner, part, overlap=options["overlap"]))
         self._is_finished = False
         self.computed = set()  # names of the gradients that have come in this step
@@ -220,6 +229,13 @@ class Wrappers(Models):
         if not self.wrapping.is_megatron:
             return super().gradients()
         return {name: copy_of(getattr(parameter, "main_grad", None)) for name, parameter in self.table.items()}
+
+    def saved(self):
+        """What a checkpoint has of them."""
+        return {
+            **{str(k): part for k, part in enumerate(self.parts)},
+            **{f"optimizer {k}": one for k, one in enumerate(self._optimizers)},
+        }
 
     def update(self):
         for optimizer in self._optimizers:
