@@ -367,6 +367,18 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order():
     assert dist.get_process_group_ranks(groups.expert) == mesh["dp"].mesh.tolist()
 
 
+@on_four_ranks
+def test_groups_of_slices_of_a_mesh_do_not_meet():
+    """As of two models, each on some of the ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "pp"))
+    for _ in range(2):
+        groups = ParallelGroups.from_mesh(mesh["pp"])
+        numbers = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(numbers, group=groups.embedding)
+        assert dist.get_process_group_ranks(groups.embedding) == mesh["pp"].mesh.tolist()
+        assert numbers.item() == mesh["pp"].mesh.sum().item()
+
+
 @on_two_ranks
 def test_ranks_that_average_have_the_same_part_of_the_model():
     everyone, alone = dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
