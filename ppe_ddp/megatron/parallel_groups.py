@@ -209,6 +209,8 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(word_embedding(module, config)))
         if _rank(groups.position_embedding) > 0:
             self._copied.add(id(position_embedding(module, config)))
+        self._model_groups = groups
+        self._of_stages = needs_own_bucket(module, config)
         is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
         self.are_splits_marked = is_marked or groups.tensor not in splits
 
@@ -265,6 +267,19 @@ class CopiesOfParameters(Copies):
             names.add(name)
         rank = self._tensor_rank if getattr(parameter, "allreduce", True) else self._expert_rank
         return rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+    def part_of(self, shard: Shard) -> str:
+        parameter, groups = shard.parameter, self._model_groups
+        is_expert = not getattr(parameter, "allreduce", True)
+        tensor = groups.expert_tensor if is_expert and groups.expert_tensor is not None else groups.tensor
+        split = [(tensor, "tensor-parallel ranks")] if getattr(parameter, "tensor_model_parallel", False) else []
+        if id(parameter) not in self._of_stages:
+            split.append((groups.pipeline, "pipeline stages"))
+        places = [(_rank(one), dist.get_world_size(one), what) for one, what in split if one is not None]
+        if is_expert and groups.expert is not None:
+            same = ranks_of(groups.expert)
+            places.append((min(same), dist.get_world_size(), f"ranks, of which {len(same)} have the same experts"))
+        return "; ".join(f"{place} of {count} {what}" for place, count, what in places if count > 1)
 
 
 def _rank(group: ProcessGroup | None) -> int:
