@@ -264,6 +264,16 @@ def test_what_is_not_built_is_refused(config):
         gradient_after([1.0], config, ParallelGroups())
 
 
+@on_two_ranks
+def test_megatrons_collection_of_groups_is_named_in_finalizing_as_well():
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Marked())
+    with pytest.raises(TypeError, match=r"no pg_collection: pass groups=ParallelGroups\(data=pg_collection\.dp_cp"):
+        finalize_model_grads([model], None, SimpleNamespace())
+    model(1.0).backward()
+    finalize_model_grads([model], None, None)
+    assert model.module.of_interest.main_grad.unique().tolist() == [1.0]
+
+
 # ---------------------------------------------------------------------- routers
 
 
