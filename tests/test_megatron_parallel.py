@@ -264,6 +264,16 @@ def test_what_is_not_built_is_refused(config):
         gradient_after([1.0], config, ParallelGroups())
 
 
+@on_two_ranks
+def test_megatrons_collection_of_groups_is_named_in_finalizing_as_well():
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Marked())
+    with pytest.raises(TypeError, match=r"no pg_collection: pass groups=ParallelGroups\(data=pg_collection\.dp_cp"):
+        finalize_model_grads([model], None, SimpleNamespace())
+    model(1.0).backward()
+    finalize_model_grads([model], None, None)
+    assert model.module.of_interest.main_grad.unique().tolist() == [1.0]
+
+
 # ---------------------------------------------------------------------- routers
 
 
@@ -365,6 +375,18 @@ def test_the_dimensions_of_a_mesh_may_come_in_any_order():
     groups = ParallelGroups.from_mesh(mesh)
     assert dist.get_process_group_ranks(groups.data) == [0, 1, 2, 3]
     assert dist.get_process_group_ranks(groups.expert) == mesh["dp"].mesh.tolist()
+
+
+@on_four_ranks
+def test_groups_of_slices_of_a_mesh_do_not_meet():
+    """As of two models, each on some of the ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "pp"))
+    for _ in range(2):
+        groups = ParallelGroups.from_mesh(mesh["pp"])
+        numbers = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(numbers, group=groups.embedding)
+        assert dist.get_process_group_ranks(groups.embedding) == mesh["pp"].mesh.tolist()
+        assert numbers.item() == mesh["pp"].mesh.sum().item()
 
 
 @on_two_ranks

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from library_warnings import library_warnings
-from one_process import data, seeded
+from one_process import data, of_all_ranks, seeded
 from optim_runners import quietly
 from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, megatron
 from ppe_ddp.optim import optimizer_state
@@ -107,6 +108,55 @@ def test_a_file_that_one_rank_has_written_is_refused_on_the_others():
             optimizer.load_state_dict(state)
         optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=weights_only))
     assert torch.equal(optimizer.state_dict()["state"]["heads.0.weight"]["exp_avg"].to_local(), own)
+
+
+@on_two_ranks
+def test_who_fails_as_it_saves_uneven_shards_tells_the_others_and_their_own_collectives_are_right():
+    """The others wait for its parts."""
+    model, optimizer = two_heads("megatron", adamw)
+    train(model, optimizer, [0, 1])
+
+    def fail(*_):
+        raise OSError("this rank alone")
+
+    before = optimizer.register_state_dict_pre_hook(fail) if dist.get_rank() else None
+    told = pytest.raises(OSError if dist.get_rank() else PeerAbortedError, match="this rank alone")
+    with told:
+        optimizer.state_dict()
+    if before is not None:
+        before.remove()
+    number = torch.ones(5)
+    dist.all_reduce(number)
+    assert number.tolist() == [2.0] * 5
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, [0, 1])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
+@on_two_ranks
+def test_the_state_of_another_part_of_a_split_model_is_refused(kind):
+    """Each rank is rank 0 of 1 that have its part; names and shapes are the same."""
+    dimension = {"tensor": "tp", "pipeline": "pp", "expert": "ep"}[kind]
+    groups = megatron.ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,)))
+    layer = seeded(nn.Linear, 4, 3)
+    layer.weight.tensor_model_parallel, layer.bias.tensor_model_parallel = kind == "tensor", False
+    for parameter in layer.parameters():
+        parameter.allreduce = kind != "expert"
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = megatron.DistributedDataParallel(None, config, layer, groups=groups)
+    optimizer = DistributedOptimizer(torch.optim.Adam, model.sharded(experts=kind == "expert"))
+    model(data(5, 4)).sum().backward()
+    megatron.finalize_model_grads([model])
+    optimizer.step()
+    own = optimizer.state_dict()
+    files = of_all_ranks({**own, "state": {}, "exists": dict.fromkeys(own["exists"], 0)})
+    optimizer.load_state_dict(files[dist.get_rank()])
+    place = {"tensor": "tensor-parallel ranks", "pipeline": "pipeline stages", "expert": "ranks, of which 1 have"}[kind]
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    text = rf"state of 'weight' is that of number {other} of 2 {place}.*this rank is number {rank}"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(files[other])
+    assert ("bias" in own["part"]) == (kind != "tensor")  # tensor-parallel ranks have copies of it
 
 
 def set_to(model, value):

@@ -51,6 +51,8 @@ UPDATE = "DistributedOptimizer.step()"
 """The phase after a backward in which each rank updates its shards, and parameters are gathered."""
 LOAD = "DistributedOptimizer.load_state_dict()"
 """The phase in which each rank loads its shards, and parameters are gathered."""
+SAVE = "DistributedOptimizer.state_dict()"
+"""The phase in which ranks send one another parts of their shards."""
 _JOIN = "for uneven numbers of batches train in `with model.join():`"
 EQUALLY_OFTEN = (
     "Every rank must run the same number of synchronized backwards of each wrapper, and call step() of a "
@@ -64,6 +66,7 @@ ADVICE = {
     CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
     LOAD: "Some ranks may have loaded the state, and others not: load it again, on all ranks",
+    SAVE: "This rank's state is complete on no rank: make it again, on all ranks",
 }
 FINAL = "The job cannot go on: start it anew, from a checkpoint if there is one"
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
@@ -313,7 +316,7 @@ class Failure:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
         if self.phase in (FINALIZE, CLIP):
             return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
-        if self.phase in (UPDATE, LOAD):
+        if self.phase in (UPDATE, LOAD, SAVE):
             return f"rank {self.rank} failed in {self.phase}, after the backward of step {self.step}: {self.reason}"
         return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 

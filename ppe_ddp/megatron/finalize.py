@@ -15,6 +15,7 @@ from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
+from ppe_ddp.megatron.config import ELSEWHERE
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
 from ppe_ddp.torch_internals import uncompiled
@@ -52,6 +53,7 @@ class _Shared(NamedTuple):
 def finalize_model_grads(
     model: Sequence[DistributedDataParallel] | DistributedDataParallel,
     num_tokens: Tensor | None = None,
+    pg_collection: None = None,
     *,
     groups: ParallelGroups | None = None,
     force_all_reduce: bool = False,
@@ -85,6 +87,7 @@ def finalize_model_grads(
         num_tokens: A tensor of one element, changed in place: the number of tokens in this rank's micro-batches, as the
             last pipeline stage has counted it. If all ranks give it, gradients are divided by the total over the
             data-parallel ranks. It is for models with ``config.calculate_per_token_loss``, whose gradients are sums.
+        pg_collection: None; Megatron's groups are given as ``groups``, here or to the wrapper.
         groups: The groups of the model; default: those of the first chunk.
         force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
@@ -94,9 +97,11 @@ def finalize_model_grads(
             raised in this call.
         DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts; or if
             only some of them give ``num_tokens``, of a split model or one with ``config.calculate_per_token_loss``.
-        TypeError: A chunk is not wrapped.
+        TypeError: A chunk is not wrapped, or there is a ``pg_collection``.
         ValueError: The model's configuration asks for something that is not supported; raised before anything is sent.
     """
+    if pg_collection is not None:
+        raise TypeError(f"finalize_model_grads() takes no pg_collection: {ELSEWHERE['pg_collection']}, or nothing here")
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):

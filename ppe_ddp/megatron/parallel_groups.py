@@ -9,9 +9,9 @@ norm counts once.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppe_ddp.backends.group_internals import flattened_group, kept_with, new_group_named
+from ppe_ddp.backends.group_internals import default_group, flattened_group, kept_with, new_group_named
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.completion import Completion
@@ -36,7 +36,6 @@ from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
-_made_alone = itertools.count()
 _DATA = ("dp", "cp", "ep")
 _SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
 logger = logging.getLogger("ppe_ddp")
@@ -105,11 +104,11 @@ class ParallelGroups:
                 f"the dimensions of the mesh must be named, as some of {(*_DATA, 'tp', 'pp')}, not {names or 'unnamed'}"
             )
         return cls(
-            data=_over(mesh, *_DATA) or _alone(),
+            data=_over(mesh, *_DATA) or _group_of(dist.get_rank()),
             tensor=_over(mesh, "tp"),
             pipeline=_over(mesh, "pp"),
             embedding=_ends_of_pipelines(mesh),
-            expert=(_over(mesh, "dp", "cp") or _alone()) if "ep" in names else None,
+            expert=(_over(mesh, "dp", "cp") or _group_of(dist.get_rank())) if "ep" in names else None,
         )
 
 
@@ -124,11 +123,18 @@ def _over(mesh: DeviceMesh, *dimensions: str) -> ProcessGroup | None:
     return flattened_group(mesh if names == mesh.mesh_dim_names else mesh[names])
 
 
-def _alone() -> ProcessGroup:
-    """Make a group of this rank only, for a rank without others to average with."""
-    # new_group() would change the names of later groups on this rank, as other ranks may not come here.
-    rank = dist.get_rank()
-    return new_group_named(f"ppe_ddp/alone/{rank}/{next(_made_alone)}", [rank], None, None, None)
+class _Made(Counter[tuple[int, ...]]):
+    """How many groups of which ranks :func:`_group_of` has made."""
+
+
+def _group_of(*ranks: int) -> ProcessGroup:
+    """Make a group of these ranks, which call this together: a rank without others, or two ends of a pipeline."""
+    # new_group() would change the names of later groups on these ranks alone. And of a mesh that is a slice of another
+    # one, ranks of other slices would make groups of the same name, and get the messages of these.
+    made = kept_with(default_group(), _Made)
+    made[ranks] += 1
+    name = f"ppe_ddp/mesh/{'-'.join(map(str, ranks))}/{made[ranks]}"
+    return new_group_named(name, [*ranks], None, None, None)
 
 
 def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
@@ -136,9 +142,9 @@ def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
     names = mesh.mesh_dim_names or ()
     if "pp" not in names or mesh.size(names.index("pp")) < 2:
         return None
-    pipelines = mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, mesh.size(names.index("pp")))
-    own: ProcessGroup | None = dist.new_subgroups_by_enumeration(pipelines[:, [0, -1]].tolist())[0]
-    return own
+    stages = dist.get_process_group_ranks(mesh.get_group("pp"))
+    ends = stages[0], stages[-1]
+    return _group_of(*ends) if dist.get_rank() in ends else None
 
 
 # ---------------------------------------------------------------------- parameters that ranks of one model share
@@ -203,6 +209,8 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(word_embedding(module, config)))
         if _rank(groups.position_embedding) > 0:
             self._copied.add(id(position_embedding(module, config)))
+        self._model_groups = groups
+        self._of_stages = needs_own_bucket(module, config)
         is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
         self.are_splits_marked = is_marked or groups.tensor not in splits
 
@@ -259,6 +267,19 @@ class CopiesOfParameters(Copies):
             names.add(name)
         rank = self._tensor_rank if getattr(parameter, "allreduce", True) else self._expert_rank
         return rank == 0 or bool(getattr(parameter, "tensor_model_parallel", False))
+
+    def part_of(self, shard: Shard) -> str:
+        parameter, groups = shard.parameter, self._model_groups
+        is_expert = not getattr(parameter, "allreduce", True)
+        tensor = groups.expert_tensor if is_expert and groups.expert_tensor is not None else groups.tensor
+        split = [(tensor, "tensor-parallel ranks")] if getattr(parameter, "tensor_model_parallel", False) else []
+        if id(parameter) not in self._of_stages:
+            split.append((groups.pipeline, "pipeline stages"))
+        places = [(_rank(one), dist.get_world_size(one), what) for one, what in split if one is not None]
+        if is_expert and groups.expert is not None:
+            same = ranks_of(groups.expert)
+            places.append((min(same), dist.get_world_size(), f"ranks, of which {len(same)} have the same experts"))
+        return "; ".join(f"{place} of {count} {what}" for place, count, what in places if count > 1)
 
 
 def _rank(group: ProcessGroup | None) -> int:

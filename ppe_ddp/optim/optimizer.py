@@ -11,7 +11,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, SupportsIndex
@@ -22,7 +22,7 @@ from torch import distributed as dist
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from ppe_ddp.engine.failures import LOAD
+from ppe_ddp.engine.failures import LOAD, SAVE
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, ShardedModel
@@ -431,14 +431,21 @@ class DistributedOptimizer(Optimizer):
         ``torch.distributed.checkpoint`` saves them, any number of ranks can load them. A file of ``torch.save`` fits
         only the same rank of the same number of ranks. Master weights that are views of parameters are not included:
         they are in the model's state.
+
+        All ranks call it together. With a Megatron wrapper they send one another parts of their shards. If the model is
+        split, the state tells which part it is, and other parts refuse it.
         """
         before, after = state_hooks(self, loads=False)
-        for hook in before:
-            hook(self)
-        self.synchronize()
-        self._masters.follow()
-        self._flat_step.separate()
-        state = optimizer_state.collect(self._inner, self._masters, self._model)
+        communicates = not self._model.has_even_shards and self._model.groups.world_size > 1
+        self.synchronize()  # before anything can fail that is told to the other ranks
+        with self._telling(SAVE, but=DisagreementError) if communicates else nullcontext():
+            if communicates:
+                self._connect()
+            for hook in before:
+                hook(self)
+            self._masters.follow()
+            self._flat_step.separate()
+            state = optimizer_state.collect(self._inner, self._masters, self._model)
         for hook in after:
             state = state if (another := hook(self, state)) is None else another
         return state
@@ -455,30 +462,34 @@ class DistributedOptimizer(Optimizer):
         """
         before, after = state_hooks(self, loads=True)
         state_dict = dict(state_dict)  # which a hook may change
-        with self._telling(but=DisagreementError):
-            if (user := self._model.groups.user()) is not None:
-                user.compare()  # connects again where a rank has heard of a failure
+        with self._telling(LOAD, but=DisagreementError):
+            self._connect()
             for hook in before:
                 state_dict = state_dict if (another := hook(self, state_dict)) is None else another
             self._gather.finish()
             self._masters.refresh()  # else what the checkpoint lacks would get back the values of before the model's
             self._flat_step.separate()
-        with self._telling(but=ValueError):  # of all ranks, none of which has loaded anything
+        with self._telling(LOAD, but=ValueError):  # of all ranks, none of which has loaded anything
             moved = {one.index for one in optimizer_state.restore(self._inner, self._masters, self._model, state_dict)}
             self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
             self._gather.start(self._write([index in moved for index in range(len(self._model.shards))]))
         for hook in after:
             hook(self)
 
+    def _connect(self) -> None:
+        """Connect again if a failure has closed connections, of which one rank may have heard and others not."""
+        if (user := self._model.groups.user()) is not None:
+            user.compare()
+
     @contextmanager
-    def _telling(self, *, but: type[Exception]) -> Generator[None, None, None]:
-        """A context of loading; it tells the other ranks, which wait for this one, of an error ``but`` these."""
+    def _telling(self, phase: str, *, but: type[Exception]) -> Generator[None, None, None]:
+        """A context of saving or loading; it tells the ranks, which wait for this one, of an error ``but`` these."""
         try:
             yield
         except but:
             raise
         except BaseException as error:
-            if (instead := self._gather.fail(error, LOAD)) is not None:
+            if (instead := self._gather.fail(error, phase)) is not None:
                 raise instead from error
             raise
 

@@ -6,6 +6,7 @@
     master          layer.weight    1-D DTensor   if the parameter itself is less precise
     param_groups    hyper-parameters, with names in place of parameters
     layout          layer.weight    the order of its elements
+    part            layer.weight    which part of a model it is that is split over ranks
 
 Every parameter has all entries before its first step, since torch.distributed.checkpoint loads into existing entries.
 """
@@ -92,12 +93,14 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
                 numel = member.shard.numel
                 held = {k: v.new_zeros(numel) if k in cut else copy.deepcopy(v) for k, v in template.items()}
             state[member.shard.name] = {key: _saved(value, member, model, meshes) for key, value in held.items()}
+    parts = {m.shard.name: part for m in masters if (part := model.copies.part_of(m.shard))}
     return {
         "state": state,
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
         "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
         "layout": {m.shard.name: _layout(m) for m in masters},
+        **({"part": parts} if parts else {}),
     }
 
 
@@ -189,6 +192,7 @@ class _CheckpointPart:
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
                     "give it the shape and memory format with which it was saved"
                 )
+            _check_part(name, checkpoint.get("part", {}).get(name, ""), model.copies.part_of(master.shard))
             if int(checkpoint["exists"][name]):
                 self.state[master.index] = {}
                 for key, value in checkpoint["state"][name].items():
@@ -251,14 +255,14 @@ def _saved(value: Any, master: MasterWeight, model: ShardedModel, meshes: dict[s
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Shard as Cut
 
-    own, group, numel = value.detach(), model.group, master.shard.spec.numel
+    own, group, numel, groups = value.detach(), model.group, master.shard.spec.numel, model.groups
     if own.device.type not in meshes:
         meshes[own.device.type] = DeviceMesh.from_group(group, own.device.type)
-    if not model.has_even_shards:
+    if not model.has_even_shards and groups.world_size > 1:
         whole = own.new_zeros(numel)
         whole[master.shard.start : master.shard.stop] = own
-        dist.all_reduce(whole, group=group)
-        start, stop = bounds_of(numel, dist.get_rank(group), dist.get_world_size(group))
+        groups.failures.wait(dist.all_reduce(whole, group=groups.buckets, async_op=True), own.device)
+        start, stop = bounds_of(numel, groups.rank, groups.world_size)
         own = whole[start:stop].clone()
     mesh, shape = meshes[own.device.type], torch.Size([numel])
     return DTensor.from_local(own, mesh, [Cut(0)], run_check=False, shape=shape, stride=(1,))
@@ -284,6 +288,19 @@ def _check_groups(optimizer: Optimizer, masters: Sequence[MasterWeight], checkpo
         mine, theirs = ({name for part in parts for name in part} for parts in (names, saved))
         which = sorted(mine ^ theirs)[:3] or "the same parameters in other groups"
         raise ValueError(f"the checkpoint is of other parameters or groups: they differ in {which}")
+
+
+def _check_part(name: str, saved: str, own: str) -> None:
+    """Refuse the state of another part of a split model; a model that was split in another way has other shapes."""
+    places = {whole: place for place, _, whole in (text.partition(" of ") for text in saved.split("; "))}
+    for place, _, whole in (text.partition(" of ") for text in own.split("; ")):
+        if places.get(whole, place) != place:
+            raise ValueError(
+                f"the state of {name!r} is that of number {places[whole]} of {whole}, and this rank is number {place}, "
+                "which has another parameter of that name: let each rank save and load a file of its own, or give "
+                "torch.distributed.checkpoint a folder for each part of the model, and process_group=groups.data (if "
+                "names are unique, and parameters have moved to another stage, delete 'part' from the state)"
+            )
 
 
 def _template(optimizer: Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:

@@ -113,6 +113,13 @@ class Copies:
         """Whether ``shard`` counts in the norm; ``names``, the parameters counted so far, is changed in place."""
         return True
 
+    def part_of(self, shard: Shard) -> str:
+        """Which part of the model the parameter of ``shard`` is; empty if all ranks have the same one under its name.
+
+        It has the place of this rank in each group whose ranks have other ones: "0 of 2 pipeline stages; 1 of 2 ...".
+        """
+        return ""
+
 
 class ShardedModel(ABC):
     """The interface of a wrapper to a distributed optimizer. The shards of all ranks cover each parameter once.
