@@ -260,7 +260,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is None:
             if not dist.is_initialized():
                 return None
-            self._module_state = self._list_tensors()
+            self._module_state = self._list_tensors(self._module_state)
             self._start(synchronize=self._options.init_sync and not self._is_copy)
         reducer = self._reducer
         assert reducer is not None
@@ -672,7 +672,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         """All but the engine; a copy makes its own in its first forward, on all ranks together."""
         if self._reducer is not None:
             self._hooks.comm_state.noted = self._reducer.groups.taken
-        state = self.__dict__.copy()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # not what is compiled
         if self._reducer is not None:
             state["_written"] = self._reducer.synchronizer.written_buffers()
         state["_reducer"] = None

@@ -479,6 +479,5 @@ def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """A context in which subclasses of Tensor are handled as plain tensors."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""A context in which subclasses of Tensor are handled as plain tensors; torch's own class, which costs no frame."""

@@ -388,3 +388,13 @@ def test_a_buffer_that_comes_later_stays_each_ranks_own(lists_anew):
         wrapper(torch.ones(3 + rank, 3)).sum().backward()
         wrapper.check_in_sync()
     assert wrapper.module.mask.shape == (3 + rank, 3 + rank)
+
+
+@on_two_ranks
+def test_a_cast_is_no_write():
+    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(Towers))
+    dtypes = [torch.float32, torch.float64, torch.float64, torch.float32]
+    for step, dtype in enumerate(dtypes):
+        wrapper.to(dtype)
+        wrapper(data(5, 4, rank=rank, step=step, dtype=dtype), [rank]).sum().backward()
+        assert [int(tower[1].num_batches_tracked) for tower in wrapper.module.towers] == [step + 1, step + 1, 0]

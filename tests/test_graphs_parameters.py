@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, mlp, seeded, square
 from ppe_ddp import DistributedDataParallel
@@ -272,3 +273,74 @@ def test_another_module_in_the_place_of_the_wrapped_one():
     for module in (first, second, first):
         wrapper.module = module
         hold(wrapper, rounds=2)
+
+
+class Scheduled(nn.Module):
+    """Freezes and thaws all layers but the first by turns, in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x, step):
+        for k, layer in enumerate(self.layers):
+            layer.requires_grad_(k == 0 or (k + step) % 2 == 0)
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@each_variant
+@on_two_ranks
+def test_thawed_in_a_forward(options):
+    wrapper = DistributedDataParallel(seeded(Scheduled), **options)
+    for place in (0, 1, 0, 1):
+        hold(wrapper, lambda model, r, k=place: model(data(5, 4, rank=r), k + r).pow(2).sum().backward(), rounds=1)
+
+
+@each_variant
+@on_two_ranks
+def test_frozen_for_a_second_forward_alone(options):
+    # As a part of a discriminator may be while the generator's loss is computed.
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2), **options)
+
+    def step(model, rank):
+        module = getattr(model, "module", model)
+        first = model(data(5, 4, rank=rank)).pow(2).sum()
+        module[0].requires_grad_(False)
+        second = model(data(5, 4, rank=rank, step=1)).pow(2).sum()
+        module[0].requires_grad_(True)
+        (first + second).backward()
+
+    hold(wrapper, step)
+
+
+@on_two_ranks
+def test_pruned_on_all_ranks_and_then_frozen_on_one():
+    # Nothing but a parameter's name has changed, which a rank that lists its module anew alone would notice alone.
+    wrapper = DistributedDataParallel(nn.Sequential(*(seeded(nn.Linear, 4, 4, bias=False) for _ in range(2))))
+
+    def step(model, rank):
+        getattr(model, "module", model)[1].requires_grad_(rank == 0)
+        square(model, rank)
+
+    hold(wrapper)
+    for change in (prune.identity, prune.remove):
+        change(wrapper.module[0], "weight")
+        for steps in (square, step):
+            wrapper.module.requires_grad_(True)
+            with torch.no_grad():
+                wrapper(data(5, 4))  # a pruned weight with a graph cannot be copied
+            hold(wrapper, steps, rounds=1)
+
+
+@each_variant
+@on_two_ranks
+def test_data_of_another_shape(options):
+    # A vocabulary or a layer that grows in place: autograd's node for the parameter has the old shape.
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2), **options)
+    hold(wrapper)
+    last = wrapper.module[2]
+    for parameter in last.parameters():
+        parameter.data = torch.cat([parameter.data, parameter.data])
+    hold(wrapper)
+    assert last.weight.grad.shape == (4, 4)

@@ -592,3 +592,40 @@ def test_what_is_ignored_is_so_when_the_module_is_compiled():
     square(module, rank)
     assert torch.equal(ours, module[2].weight.grad)
     assert not torch.equal(*of_all_ranks(ours))
+
+
+@on_two_ranks
+def test_a_copy_of_a_wrapper_that_was_compiled_in_place():
+    torch._dynamo.reset()
+    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    wrapper.compile(backend="eager")
+    square(wrapper, rank)
+    for way in (copy.deepcopy, by_pickle):
+        twin = way(wrapper)
+        wrapper.zero_grad()
+        for parameter in twin.module.parameters():
+            parameter.data.mul_(2)
+        expected = mean_gradients(twin.module, square)
+        square(twin, rank)
+        assert_gradients(twin.module, expected)
+        assert not any(value is not None for value in gradients(wrapper.module).values())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@on_two_ranks
+def test_functional_calls_alone_since_another_parameter_was_frozen(alone):
+    rank, wrapper = dist.get_rank(), DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    square(wrapper, rank)
+
+    def step(model, r):
+        module = getattr(model, "module", model)
+        module[0].bias.requires_grad_(alone and r == 0)
+        name = "0.weight" if model is module else "module.0.weight"
+        functional_call(model, {name: module[0].weight * 2}, (data(5, 4, rank=r),)).pow(2).sum().backward()
+
+    expected = mean_gradients(wrapper.module, step)
+    for model in (wrapper, wrapper, copy.deepcopy(wrapper)):
+        model.zero_grad()
+        step(model, rank)
+        assert_gradients(model.module, expected)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import random
 import weakref
 from functools import partial
@@ -377,6 +378,32 @@ def test_what_one_rank_has_frozen_and_keeps_a_gradient_of_is_averaged_once(optio
         tied.requires_grad_(rank == 1 or not is_frozen)
         loss_of(wrappers, (0, 1) if rank else (1, 0), rank, step).backward()
         torch.testing.assert_close(tied.weight.grad, total)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@each_variant
+@on_two_ranks
+def test_what_one_rank_freezes_and_thaws_between_forwards_is_averaged_once(together, options):
+    wrappers = wrapped(tied_weights(2), **options)
+
+    def step(models, tied, flags, rank):
+        losses = []
+        for k, model in enumerate(models):
+            tied.requires_grad_(flags[k] or rank == 1)
+            losses.append(model(data(5, 3, rank=rank, step=k)).pow(2).sum())
+        tied.requires_grad_(flags[2] or rank == 1)
+        for loss in [sum(losses)] if together else losses:
+            loss.backward()
+
+    for flags in itertools.product([True, False], repeat=3):
+        twins = [copy.deepcopy([wrapper.module for wrapper in wrappers]) for _ in range(2)]
+        for rank, modules in enumerate(twins):
+            step(modules, modules[0].tied, flags, rank)
+        step(wrappers, wrappers[0].module.tied, flags, dist.get_rank())
+        for k, wrapper in enumerate(wrappers):
+            assert_gradients(wrapper.module, mean_of([gradients(modules[k]) for modules in twins], 2))
+        for wrapper in wrappers:
+            wrapper.zero_grad()
 
 
 @each_kind

@@ -322,6 +322,10 @@ class Synchronizer(ABC):
         Their gradients are accumulated on ``streams``; None on CPUs.
         """
 
+    def takes(self, index: int) -> bool:
+        """Whether this parameter, which was frozen when the module was listed, is synchronized if it is thawed."""
+        return True
+
     def on_accumulated(self, indices: Sequence[int]) -> None:  # noqa: B027  # only those that empty .grad
         """Take gradients that were accumulated in ``.grad``; called only if :attr:`empties_grad`.
 

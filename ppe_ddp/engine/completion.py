@@ -99,7 +99,7 @@ class SharedParameters:
         # Returns None unless a backward is running that has passed outputs of this wrapper, also in no_sync().
         self.end_callback: Callable[[], object] = lambda: None
         self._others: weakref.WeakSet[SharedParameters] = weakref.WeakSet()
-        # The parameters in common with each other wrapper of which one of both has listed all as frozen.
+        # The parameters in common with each other wrapper, if both have listed all of them as frozen.
         self._frozen: weakref.WeakKeyDictionary[SharedParameters, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._all.add(self)
         slots = bytearray(TOGETHER)
@@ -141,7 +141,12 @@ class SharedParameters:
                 other._others.add(self)
         for other in list(self._all) if not self._exclusive else ():
             common = [module_state.parameters[self.index[one]] for one in self.index.keys() & other.index.keys()]
-            if common and not (other is self or other._exclusive or other in self._others):
+            if not common or other is self or other._exclusive or other in self._others:
+                continue
+            if any(one.requires_grad for one in common):  # the other one has listed them as frozen
+                self._others.add(other)
+                other._others.add(self)
+            else:
                 self._frozen[other] = other._frozen[self] = common
 
     def check(self) -> None:
@@ -169,16 +174,16 @@ class SharedParameters:
 
     def pass_by(self, record: Callable[[], None] | None) -> None:
         """Note that a backward in ``no_sync()`` passes outputs of this wrapper; at its end it calls ``record``."""
-        if self.end_callback() is None and (record is not None or self._others):
+        if self.end_callback() is None and (record is not None or self._others or self._frozen):
             end: Callable[[], Any] = partial(record or bool)
             at_end_of_backward(end)  # an interrupt's traceback may keep it alive, so it is not known before
             self.end_callback = weakref.ref(end)
 
     def is_for_another(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient that has arrived for ``parameter`` belongs to another wrapper's backward."""
-        if not self._others or self.end_callback() is not None:
+        if not (self._others or self._frozen) or self.end_callback() is not None:
             return False
-        others = [other for other in self._others if id(parameter) in other.index]
+        others = [other for other in (*self._others, *self._frozen) if id(parameter) in other.index]
         if any(other.end_callback() is not None for other in others):
             return True
         if self._is_used:
@@ -216,7 +221,8 @@ class SharedParameters:
         """Whether some of ``parameters``, all of this wrapper, belong to no other wrapper."""
         if self._lost:
             return False
-        return any(all(id(parameter) not in other.index for other in self._others) for parameter in parameters)
+        others = [*self._others, *self._frozen]
+        return any(all(id(parameter) not in other.index for other in others) for parameter in parameters)
 
     def goes_apart_from(self, other: SharedParameters) -> bool:
         """Whether both wrappers must not synchronize at the same time: they share a parameter or a place."""

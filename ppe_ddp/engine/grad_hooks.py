@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ppe_ddp.engine.completion import Owner, Turn
 from ppe_ddp.engine.gradients import GradientStreams, redistribute_gradients
+from ppe_ddp.engine.memory import REQUIRES_GRAD
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.errors import TorchChangedError, UnusableError
 from ppe_ddp.torch_internals import (
@@ -50,17 +51,28 @@ class ReachedParameters:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
+        self._trainable: list[bool] = []  # by index, as seen last
         self._nodes: dict[int, Node] = {}
         self._is_executed = node_is_executed()
-        self.refresh(range(len(parameters)))
 
-    def refresh(self, indices: Iterable[int]) -> None:
+    def refresh(self, indices: Sequence[int]) -> None:
         """Look up the nodes of these parameters. A cast, even there and back, gives a parameter a new node."""
         with torch.enable_grad():
             for i in indices:
                 if self._parameters[i].requires_grad:
                     # Autograd holds the node weakly; without this reference the parameter would get another one.
                     self._nodes[i] = get_gradient_edge(self._parameters[i]).node
+
+    def watch_thawed(self) -> None:
+        """Watch parameters, too, that require gradients only by now: a forward may thaw some, or freeze some for it."""
+        with without_torch_function():  # so that parameters that are being gathered are not waited for
+            trainable = list(map(REQUIRES_GRAD, self._parameters))
+        if trainable != self._trainable:
+            self._watch(trainable)
+
+    def _watch(self, trainable: list[bool]) -> None:
+        self._trainable = trainable
+        self.refresh([i for i, here in enumerate(trainable) if here and i not in self._nodes])
 
     def indices(self, *, has_accumulated: bool = False) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
@@ -71,6 +83,10 @@ class ReachedParameters:
         ``has_accumulated`` says that this graph task has accumulated a gradient, so that it is no ``autograd.grad``.
         Raises TorchChangedError if autograd refuses to answer then.
         """
+        with without_torch_function():  # as watch_thawed(), without a call
+            trainable = list(map(REQUIRES_GRAD, self._parameters))
+        if trainable != self._trainable:
+            self._watch(trainable)
         try:
             return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
         except RuntimeError as error:
@@ -140,7 +156,7 @@ class _RecordedArrivals(list[nn.Parameter]):
         self.owner = owner
 
 
-class GradHooks:
+class GradHooks(ReachedParameters):
     """The library's hooks on the parameters of one module; each calls ``on_accumulated(owner, index, parameter)``.
 
     During a known backward most hooks need not call back: they *record*. An arrival then costs one call of a C
@@ -150,6 +166,7 @@ class GradHooks:
         parameters: The parameters.
         on_accumulated: Called for each arrival.
         owner: The first argument of ``on_accumulated``; held weakly.
+        takes: Tells whether a parameter that is thawed later can be watched, by its index.
 
     Attributes:
         streams: The CUDA streams that gradients are accumulated on; None on CPUs.
@@ -157,32 +174,50 @@ class GradHooks:
         accumulates: Tells whether the graph task running on this thread accumulates gradients.
     """
 
+    reached, accumulates = ReachedParameters.indices, staticmethod(accumulates_below)
+
     def __init__(
-        self, parameters: Sequence[nn.Parameter], on_accumulated: Callable[..., None], owner: weakref.ref[Any]
+        self,
+        parameters: Sequence[nn.Parameter],
+        on_accumulated: Callable[..., None],
+        owner: weakref.ref[Any],
+        takes: Callable[[int], bool] = lambda _: True,
     ) -> None:
+        super().__init__(parameters)
         self._recorded = _RecordedArrivals(owner)
         self._record = self._recorded.append
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._hook_of = functools.partial(GradHook, on_accumulated, owner)
+        self._takes: Callable[[int], bool] = lambda _: True
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[int, tuple[dict[int, Any], int, GradHook]] = {}
         self._recording = _HookEntries((), (), {})
         self._is_recording = False
         # Recorded sequences and their indices, by the identity of the first parameter.
         self._sequences: dict[int, tuple[list[nn.Parameter], list[int]]] = {}
-        for i, parameter in enumerate(parameters):
-            if parameter.requires_grad:
-                hook = GradHook(on_accumulated, owner, i)
-                handle = hook.register(parameter)
-                self._handles.append(handle)
-                self._hooks[i] = _table(parameter), handle.id, hook
-                if is_distributed(parameter):
-                    self._handles.append(redistribute_gradients(parameter))
         self.streams = GradientStreams.of(parameters)
-        self._reached = ReachedParameters(parameters)
-        self.reached, self.accumulates = self._reached.indices, accumulates_below
+        self.watch_thawed()
+        self._takes = takes
+
+    def _watch(self, trainable: list[bool]) -> None:
+        self._trainable = trainable
+        new = [i for i, here in enumerate(trainable) if here and i not in self._hooks and self._takes(i)]
+        for i in new:
+            parameter, hook = self._parameters[i], self._hook_of(i)
+            handle = hook.register(parameter)
+            self._handles.append(handle)
+            self._hooks[i] = _table(parameter), handle.id, hook
+            if is_distributed(parameter):
+                self._handles.append(redistribute_gradients(parameter))
+        self.refresh(new)
 
     def remove(self) -> None:
-        """Remove the library's hooks from the parameters."""
+        """Remove the library's hooks from the parameters, and let go of their nodes.
+
+        A parameter whose data has another shape by now gets a node that fits when nothing holds the old one.
+        """
+        self._parameters, self._trainable = (), []
+        self._nodes.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -249,7 +284,7 @@ class GradHooks:
 
     def refresh(self, indices: Sequence[int]) -> None:
         """Ask autograd again for the nodes of these parameters."""
-        self._reached.refresh(indices)
+        super().refresh(indices)
         if self.streams is not None:
             self.streams.forget_streams(indices)
 

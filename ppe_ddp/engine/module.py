@@ -44,13 +44,14 @@ class ModuleState:
         self.parameters: list[nn.Parameter] = []  # each once
         self.specs: list[ParameterSpec] = []  # of each parameter; of a DTensor, of its local tensor
         self.buffer_slots: list[tuple[str, nn.Module, str]] = []  # the name, the module, its name for the buffer
-        self._walk()
+        self._slots: dict[tuple[int, str], nn.Parameter] = {}  # by the identity of the module, and its name for it
+        self._walk({} if before is None else before._slots)
         if before is not None:
             self._leave_out_later(before)
         self.has_buffers = bool(self.buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
-        self._keys = [tuple(table) for table in self._tables]
+        self._keys = list(chain.from_iterable(self._tables))
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         # The parameters that are DTensors, by index.
@@ -58,7 +59,7 @@ class ModuleState:
         self._addresses = self._addresses_now()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
-    def _walk(self) -> None:
+    def _walk(self, known: Mapping[tuple[int, str], nn.Parameter]) -> None:
         modules = list(self._module.named_modules())
         self._submodules = [owner for _, owner in modules]
         sparse = {
@@ -72,6 +73,10 @@ class ModuleState:
             dot = prefix + "." if prefix else ""
             for name, entry in parameter_table(owner).items():
                 parameter = getattr(entry, CAST_OF, entry)
+                if isinstance(parameter, Tensor) and not isinstance(parameter, nn.Parameter):  # functional_call()
+                    parameter = known.get((id(owner), name), parameter)
+                if isinstance(parameter, nn.Parameter):
+                    self._slots[id(owner), name] = parameter
                 if not isinstance(parameter, nn.Parameter) or id(parameter) in seen:
                     continue
                 if is_ignored(dot + name, self._ignored):
@@ -140,11 +145,10 @@ class ModuleState:
         entries = list(chain.from_iterable(map(dict.values, self._tables)))
         if module is not self._module or len(entries) != len(self._entries) or any(self._empty_tables):
             return False
-        if not all(map(is_, entries, self._entries)):
-            if [tuple(table) for table in self._tables] != self._keys:
-                return False
-            if any(map(_is_other, entries, self._entries)):
-                return False
+        if list(chain.from_iterable(self._tables)) != self._keys:  # a parameter may have got another name (``prune``)
+            return False
+        if not all(map(is_, entries, self._entries)) and any(map(_is_other, entries, self._entries)):
+            return False
         with without_torch_function():  # so that parameters that are being gathered are not waited for
             return self._holds_the_same()
 

@@ -111,7 +111,8 @@ class Reducer(Generic[C]):
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self.shared.share(module_state, owners_of(self._parameters))
-        self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self))
+        takes = self.synchronizer.takes
+        self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self), takes)
         self._user_grad_hooks = UserGradHooks(self._parameters, at_once=self.synchronizer.empties_grad)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
         self.shared.take_turns()
@@ -224,6 +225,7 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
+            self._arrivals.watch_thawed()
             if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
             log = EventLog.current

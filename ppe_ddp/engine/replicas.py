@@ -208,7 +208,9 @@ class BufferWrites:
         if buffer is None:
             return False
         then, version = known.get(key, (None, _WRITTEN))
-        return version != _ARRIVING and (version != version_of(buffer) or (then is not None and then is not buffer))
+        if then is None or then is buffer or version in (_WRITTEN, _ARRIVING):
+            return version not in (_ARRIVING, version_of(buffer))
+        return version != version_of(then) or not _is_cast(then, buffer)
 
     def of(self, names: Iterable[str], *, marked: bool = False) -> list[bool]:
         """For each submodule with some of the buffers ``names``: whether one of them was written or replaced.
@@ -232,6 +234,12 @@ class BufferWrites:
         for prefix, _, _, key, known in self._slots.values():
             if prefix in owners and key in known:
                 known[key] = known[key][0], _WRITTEN
+
+
+def _is_cast(then: Tensor, now: Tensor) -> bool:
+    """Whether ``now`` has the values of ``then``, in the dtype or on the device to which the module was moved since."""
+    is_other = then.dtype is not now.dtype or then.device != now.device
+    return is_other and then.shape == now.shape and torch.equal(then.to(now), now)
 
 
 _WRITTEN, _ARRIVING = -1, -2  # in place of a version: of a buffer that is marked, and of one that is being broadcast

@@ -173,6 +173,11 @@ class BucketSynchronizer(Synchronizer):
         self._finite: FiniteCheck | None = None
         self._buckets_of = self._make_buckets()
 
+    def takes(self, index: int) -> bool:
+        """Whether this parameter has a shard, where averages are sharded."""
+        shards = self.sharded_parameters
+        return shards is None or bool(shards.with_shards(b"\1" * len(self._nothing))[index])
+
     def _make_buckets(self) -> Callable[[Plan], Sequence[Bucket]]:
         context = BucketContext(
             self._module_state.specs, self._module_state.local_parameters(), self._groups, self.reduction

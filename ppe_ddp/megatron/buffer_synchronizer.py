@@ -184,6 +184,10 @@ class BufferSynchronizer(Synchronizer):
         """Set the streams; the parameters of the buffers never change."""
         self.gradients.streams = streams
 
+    def takes(self, index: int) -> bool:
+        """Whether this parameter has a place in the buffers."""
+        return id(self.module_state.parameters[index]) in self.gradients.index
+
     def on_accumulated(self, indices: Sequence[int]) -> None:
         """Add these gradients to ``main_grad``; waits for pending results first."""
         self.is_sent = False
