@@ -51,6 +51,7 @@ class ModuleState:
         self._empty_tables = [table for table in self._tables if not table]
         self._tables = [table for table in self._tables if table]
         self._keys = [tuple(table) for table in self._tables]
+        self._flat_keys = list(chain.from_iterable(self._keys))
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         self._trainable = [parameter.requires_grad for parameter in self.parameters]
         # The parameters that are DTensors, by index.
@@ -94,10 +95,14 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
-    def renamed_in(self, later: ModuleState) -> dict[str, str | None]:
-        """The parameters that have other names in ``later``: the new name by the old one, None for those not there."""
-        now = dict(zip(map(id, later.parameters), later.names, strict=True))
-        names = {name: now.get(id(one)) for name, one in zip(self.names, self.parameters, strict=True)}
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
+        return dict(zip(self.names, self.parameters, strict=True))
+
+    def renamed_from(self, before: Mapping[str, nn.Parameter]) -> dict[str, str | None]:
+        """The parameters of which an earlier :meth:`by_name` has other names: the new by the old; None if not here."""
+        now = dict(zip(map(id, self.parameters), self.names, strict=True))
+        names = {name: now.get(id(one)) for name, one in before.items()}
         return {name: new for name, new in names.items() if new != name}
 
     def local_parameters(self) -> list[nn.Parameter]:
@@ -139,6 +144,8 @@ class ModuleState:
         """
         entries = list(chain.from_iterable(map(dict.values, self._tables)))
         if module is not self._module or len(entries) != len(self._entries) or any(self._empty_tables):
+            return False
+        if list(chain.from_iterable(self._tables)) != self._flat_keys:  # also where what has another name is the same
             return False
         if not all(map(is_, entries, self._entries)):
             if [tuple(table) for table in self._tables] != self._keys:
