@@ -119,8 +119,8 @@ class OuterSteps:
         return self._steps != self._synchronized_at
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is or contains the module whose parameters are averaged."""
-        return any(one is self.module for one in module.modules())
+        """Whether ``module`` has parameters of the module whose parameters are averaged."""
+        return not set(module.parameters()).isdisjoint(self.module.parameters())
 
     def described(self) -> str:
         """What must be the same on all ranks: arguments, and how many were taken, as an interrupt may cost one."""
