@@ -384,16 +384,16 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         If this rank has no backward in a step in which other ranks have one, call this or :meth:`finish_grad_sync`
         instead. It must be followed by :meth:`finish_grad_sync`.
         """
-        if (reducer := self._used()) is not None:
+        if not self._outer_steps and (reducer := self._used()) is not None:
             reducer.start()
 
     @uncompiled
     def finish_grad_sync(self) -> None:
         """Finish the synchronization that :meth:`start_grad_sync` has started, or run a whole one.
 
-        Afterwards ``.grad`` holds the averages.
+        Afterwards ``.grad`` holds the averages. With ``LocalSGD`` or ``DiLoCo`` both calls do nothing.
         """
-        if (reducer := self._used()) is not None:
+        if not self._outer_steps and (reducer := self._used()) is not None:
             reducer.finish()
 
     @uncompiled
@@ -410,9 +410,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
         - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
+        - With ``LocalSGD`` or ``DiLoCo`` this rank alone leaves out an inner step, which is counted.
         """
-        # A copy has no engine yet, and the others make theirs in this step.
-        if (reducer := self._reducer or self._ready()) is not None:
+        reducer = self._reducer or self._ready()  # a copy has no engine yet, and the others make theirs in this step
+        for outer_steps in [*self._outer_steps]:
+            outer_steps.leave_out()
+        if reducer is not None and not self._outer_steps:
             reducer.abort(reason)
 
     @uncompiled
