@@ -260,7 +260,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._reducer is None:
             if not dist.is_initialized():
                 return None
-            self._module_state = self._list_tensors(self._module_state)
+            named, self._module_state = self._module_state.by_name(), self._list_tensors(self._module_state)
+            self._hooks.comm_state.follow(self._module_state.renamed_from(named))
             self._start(synchronize=self._options.init_sync and not self._is_copy)
         reducer = self._reducer
         assert reducer is not None
@@ -271,7 +272,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 module_state = self._list_tensors(self._module_state)
                 reducer.synchronizer.check_module(module_state)
             reducer.use_module(module_state)
-            if slices := self._hooks.comm_state.follow(self._module_state.renamed_in(module_state)):
+            if slices := self._hooks.comm_state.follow(module_state.renamed_from(self._module_state.by_name())):
                 reducer.synchronizer.negotiation.use_plug("the slices of the compressor's state", str({**slices}))
             self._module_state = module_state
             self._inputs.find_device(self.module)
@@ -383,16 +384,16 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         If this rank has no backward in a step in which other ranks have one, call this or :meth:`finish_grad_sync`
         instead. It must be followed by :meth:`finish_grad_sync`.
         """
-        if (reducer := self._used()) is not None:
+        if not self._outer_steps and (reducer := self._used()) is not None:
             reducer.start()
 
     @uncompiled
     def finish_grad_sync(self) -> None:
         """Finish the synchronization that :meth:`start_grad_sync` has started, or run a whole one.
 
-        Afterwards ``.grad`` holds the averages.
+        Afterwards ``.grad`` holds the averages. With ``LocalSGD`` or ``DiLoCo`` both calls do nothing.
         """
-        if (reducer := self._used()) is not None:
+        if not self._outer_steps and (reducer := self._used()) is not None:
             reducer.finish()
 
     @uncompiled
@@ -409,9 +410,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
         - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
+        - With ``LocalSGD`` or ``DiLoCo`` this rank alone leaves out an inner step, which is counted.
         """
-        # A copy has no engine yet, and the others make theirs in this step.
-        if (reducer := self._reducer or self._ready()) is not None:
+        reducer = self._reducer or self._ready()  # a copy has no engine yet, and the others make theirs in this step
+        for outer_steps in [*self._outer_steps]:
+            outer_steps.leave_out()
+        if reducer is not None and not self._outer_steps:
             reducer.abort(reason)
 
     @uncompiled
@@ -532,8 +536,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         Save it on each rank, beside the state of model and optimizer. Without a compressor it has the order of buckets;
         three or more ranks need that order to get the same rounding after a restart. If this rank has written buffers
-        since their last broadcast, it also has the names of their submodules. It is empty if torch.distributed is not
-        initialized.
+        since their last broadcast, it also has the names of their submodules. It is empty before the ranks have met.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
@@ -550,8 +553,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
-        Load the module first. The state of a compressor is dropped if it was saved in the other mode of
-        :meth:`train_apart`.
+        Load the module first. A compressor's state is dropped if it was saved in the other mode of :meth:`train_apart`.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
@@ -670,15 +672,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the engine; a copy makes its own in its first forward, on all ranks together."""
-        if self._reducer is not None:
-            self._hooks.comm_state.noted = self._reducer.groups.taken
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # not what is compiled
         if self._reducer is not None:
+            self._hooks.comm_state.noted = self._reducer.groups.taken
             state["_written"] = self._reducer.synchronizer.written_buffers()
-        state["_reducer"] = None
-        state["_outer_steps"] = []
-        state["_is_copy"] = self._reducer is not None or self._is_copy
-        del state["_module_state"]
+        state |= {"_reducer": None, "_outer_steps": [], "_is_copy": self._reducer is not None or self._is_copy}
+        state["_named"] = state.pop("_module_state").by_name()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -686,9 +685,11 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
         The copies of one wrapper are counted, so that none is averaged with another one's on other ranks.
         """
+        named = state.pop("_named", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._origin = f"copy {next(self._copies[self._copies_key])} of {self._origin}"
         self._module_state = ModuleState(self.module, self._ignored())
+        self._hooks.comm_state.follow(self._module_state.renamed_from(named))
 
 
 def _before_loading(wrapper: DistributedDataParallel, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from one_process import data, seeded
 from ppe_ddp import Checkpointer, DistributedDataParallel
+from ppe_ddp.compression import LocalSGD
 from rank_tests import on_two_ranks
 from routed import Counter, RoutedNet, assert_trained, indices, items_of, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run, warm_python
@@ -154,6 +156,35 @@ def test_mixed_precision():
         own.backward(output.sum())
         assert isinstance(own.unwrap_model(model, keep_fp32_wrapper=False), RoutedNet)
         model.check_in_sync()
+
+
+@pytest.mark.parametrize("overflow", [None, 2])
+@on_two_ranks
+def test_outer_steps_of_an_optimizer_with_a_scaler(overflow):
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    def run(scaler):
+        model = DistributedDataParallel(seeded(torch.nn.Linear, 4, 3))
+        plain = torch.optim.Adamax(model.parameters(), lr=0.01)  # which looks at nothing that a scaler gives it
+        optimizer = AcceleratedOptimizer(plain, device_placement=False, scaler=scaler)
+        LocalSGD(model, optimizer, every=3)
+        for step in range(6):
+            optimizer.zero_grad()
+            is_wrong = step == overflow and dist.get_rank() == 1
+            loss = model(data(5, 4, step=step)).square().mean() * (float("inf") if is_wrong else 1.0)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None or not is_wrong:
+                optimizer.step()
+                assert optimizer.step_was_skipped is is_wrong
+            else:
+                plain.zero_grad()
+                plain.step()  # counts
+        return list(model.parameters())
+
+    with accelerator():
+        scaled, unscaled = run(torch.amp.GradScaler("cpu", init_scale=1024.0)), run(None)
+    for one, other in zip(scaled, unscaled, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def train_in_a_cell(folder, interrupted):

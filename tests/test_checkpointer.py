@@ -507,9 +507,55 @@ def test_outer_steps_that_are_not_saved_are_an_error():
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     LocalSGD(model, optimizer, every=2)
-    checkpointer = Checkpointer(shared_folder(), {"model": model, "optimizer": optimizer})
-    with pytest.raises(CheckpointError, match="'optimizer' is the inner optimizer of a LocalSGD, which is not among"):
-        checkpointer.save(1)
+    for name, part in {"model": model, "optimizer": optimizer}.items():
+        checkpointer = Checkpointer(shared_folder(), {name: part})
+        with pytest.raises(CheckpointError, match=f"'{name}' is trained by a LocalSGD, which is not among"):
+            checkpointer.save(1)
+
+
+@pytest.mark.parametrize("lazy", [0, 1])
+@on_two_ranks
+def test_ranks_that_have_counted_inner_steps_apart_go_on_each_with_its_own(lazy):
+    def made():
+        model = DistributedDataParallel(seeded(nn.Linear, 2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = LocalSGD(model, optimizer, every=2)
+        return {"model": model, "optimizer": optimizer, "outer": outer}
+
+    first, folder = made(), shared_folder()
+    for _ in range(2 if dist.get_rank() == lazy else 3):  # so that rank ``lazy`` is at an outer step
+        first["model"](torch.randn(3, 2)).sum().backward()
+        first["optimizer"].step()
+    Checkpointer(folder, first).save(3)
+    other = made()
+    Checkpointer(folder, other).load()
+    assert equal(first["model"].state_dict(), other["model"].state_dict())
+
+
+def test_another_number_of_ranks_goes_on_from_the_average_of_parts_of_a_model(three_ranks, folder):
+    three_ranks.run(go_on_from_the_average_of_parts, folder, timeout=150)
+
+
+def go_on_from_the_average_of_parts(folder):
+    def made(group=None):
+        net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model = DistributedDataParallel(net, process_group=group)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer = LocalSGD(model, optimizer, every=3)
+        parts = {"first": net[0], "last": net[1], "optimizer": optimizer, "outer": outer}
+        return model, optimizer, Checkpointer(folder, parts, process_group=group)
+
+    model, optimizer, checkpointer = made()
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    checkpointer.save(1)
+    everyone, group = of_all_ranks(model.state_dict()), dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        again, _, checkpointer = made(group)
+        checkpointer.load()
+        for name, value in again.state_dict().items():
+            torch.testing.assert_close(value, sum(table[name] for table in everyone) / 3)
 
 
 class Counter:

@@ -133,11 +133,39 @@ def move(layers):
     layers.add_module("moved", layers._modules.pop("0"))
 
 
+def move_last(layers):
+    layers.add_module("moved", layers._modules.pop("2"))
+
+
 def swap(layers):
     layers[0], layers[2] = layers[2], layers[0]
 
 
-def check_that_nothing_is_lost_of_what_is_renamed(rename):
+def in_place(wrapper, rename):
+    rename(wrapper.module)
+    return wrapper
+
+
+def copied_behind(wrapper, rename):
+    return copy.deepcopy(in_place(wrapper, rename))
+
+
+def copied_before(wrapper, rename):
+    again = copy.deepcopy(wrapper)
+    in_place(wrapper, rename)
+    return in_place(again, rename)
+
+
+def resumed(wrapper, rename):
+    module = copy.deepcopy(in_place(wrapper, rename).module)
+    state = wrapper.comm_state_dict()
+    wrapper = DistributedDataParallel(module)
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=0)))
+    wrapper.load_comm_state_dict(state)
+    return wrapper
+
+
+def check_that_nothing_is_lost_of_what_is_renamed(rename, goes_on=in_place):
     """Account for each parameter, whatever its name: handed over, or kept."""
     module, rank = seeded(mlp, 16, 16, 16), dist.get_rank()
     wrapper = DistributedDataParallel(module)
@@ -145,7 +173,10 @@ def check_that_nothing_is_lost_of_what_is_renamed(rename):
     total, handed = {}, {}
     for number in range(6):
         if number == 3:
-            rename(module)
+            wrapper = goes_on(wrapper, rename)
+            renamed = dict(zip(module.parameters(), wrapper.module.parameters(), strict=True))
+            total, handed = ({renamed[one]: value for one, value in table.items()} for table in (total, handed))
+            module = wrapper.module
 
         def step(model, rank, number=number):
             model(data(5, 16, rank=rank, step=number)).pow(2).sum().backward()
@@ -161,10 +192,11 @@ def check_that_nothing_is_lost_of_what_is_renamed(rename):
         torch.testing.assert_close(handed[parameter] + kept, total[parameter], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rename", [move, swap])
+@pytest.mark.parametrize("rename", [move, move_last, swap])
+@pytest.mark.parametrize("goes_on", [in_place, copied_behind, copied_before, resumed])
 @on_two_ranks
-def test_what_is_kept_follows_its_parameter_to_another_name(rename):
-    check_that_nothing_is_lost_of_what_is_renamed(rename)
+def test_what_is_kept_follows_its_parameter_to_another_name(rename, goes_on):
+    check_that_nothing_is_lost_of_what_is_renamed(rename, goes_on)
 
 
 def train(wrapper, optimizer, steps):

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrize, prune
+from torch.optim.swa_utils import AveragedModel
 
 from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
@@ -487,7 +489,7 @@ def test_one_rank_alone_is_interrupted_in_an_outer_step_or_cannot_begin_it(metho
         for number in range(EVERY - 1):
             step(10 * turn + number)
         with pytest.MonkeyPatch.context() as patches:
-            refusing, finish = Refusing(patches), wrapper.finish_grad_sync
+            refusing, finish = Refusing(patches), wrapper._reducer.finish
             raised = KeyboardInterrupt if turn < 4 else MemoryError
             if culprit and turn < 4:
 
@@ -495,7 +497,7 @@ def test_one_rank_alone_is_interrupted_in_an_outer_step_or_cannot_begin_it(metho
                     finish()
                     refusing.left = turn
 
-                patches.setattr(wrapper, "finish_grad_sync", finish_and_arm)
+                patches.setattr(wrapper._reducer, "finish", finish_and_arm)
             elif culprit:
                 patches.setattr(torch.Tensor, "any", no_memory)
             if culprit or turn == 4:
@@ -713,7 +715,7 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
         raise UnusableError("the process group of this wrapper was destroyed")
 
     module = nn.Linear(2, 2)
-    ddp = SimpleNamespace(module=module, train_apart=lambda: None, finish_grad_sync=fail, _outer_steps=[])
+    ddp = SimpleNamespace(module=module, train_apart=lambda: None, _used=fail, _outer_steps=[], _negotiate=True)
     synchronizer = SimpleNamespace(handed_over=0, negotiation=SimpleNamespace(use_plug=lambda *_: None))
     ddp._reducer = SimpleNamespace(synchronizer=synchronizer, begin_step=lambda: None)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -890,3 +892,224 @@ def test_a_forward_looks_at_parameters_only_where_the_wrapper_lists_them_anew():
             net.bias.requires_grad_(count == 2)
             wrapper(data(4, 8))
             assert looks == ["weight", "bias"] * (count // 2)
+
+
+class Plain(nn.Module):
+    """A parametrization that changes nothing."""
+
+    def forward(self, x):
+        return x
+
+
+RENAMED = {
+    "pruned": lambda net: prune.identity(net[0], "weight"),
+    "parametrized": lambda net: parametrize.register_parametrization(net[0], "weight", Plain()),
+    "moved": lambda net: net.add_module("moved", net._modules.pop("2")),
+    "wrapped": lambda net: net.__setitem__(0, nn.Sequential(net[0])),
+}
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize("rename", RENAMED)
+@pytest.mark.parametrize("saves", [False, True])
+@on_two_ranks
+def test_a_parameter_that_gets_another_name_between_two_outer_steps_is_averaged_as_before(method, rename, saves):
+    def run(change):
+        net = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+        own, wrapper = list(net.parameters()), DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(own, lr=0.1, momentum=0.5)
+        outer = method(wrapper, optimizer, every=EVERY)
+        for number in steps(wrapper, optimizer, 4 * EVERY):
+            if number == EVERY:
+                if saves:
+                    outer.load_state_dict(outer.state_dict())
+                change(net)
+            assert (number + 1) % EVERY or same_on_all_ranks(net), number
+        return own
+
+    for one, other in zip(run(RENAMED[rename]), run(lambda _net: None), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_an_evaluation_of_other_values_changes_nothing(method):
+    def run(*, evaluates):
+        net = seeded(mlp, 8, 16, 4)
+        wrapper, smooth = DistributedDataParallel(net), AveragedModel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        method(wrapper, optimizer, every=EVERY)
+        for number in steps(wrapper, optimizer, 3 * EVERY):
+            assert (number + 1) % EVERY or same_on_all_ranks(net), number
+            smooth.update_parameters(net)
+            if evaluates:
+                own = copy.deepcopy(net.state_dict())
+                wrapper.load_state_dict(smooth.module.state_dict())
+                with torch.no_grad():
+                    wrapper(data(4, 8))
+                wrapper.load_state_dict(own)
+        return list(net.parameters())
+
+    assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))
+
+
+@pytest.mark.parametrize("at", [EVERY - 1, EVERY], ids=["after an outer step", "between outer steps"])
+@on_two_ranks
+def test_what_rank_0_had_may_be_loaded_on_all_ranks(at):
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=EVERY)
+    for number in steps(wrapper, optimizer, 3 * EVERY):
+        assert (number + 1) % EVERY or same_on_all_ranks(net), number
+        if number == at:
+            wrapper.load_state_dict(of_all_ranks(net.state_dict())[0])
+
+
+def load_own(net, optimizer):
+    net.load_state_dict(seeded_by_rank().state_dict())
+
+
+def replace_by_own(net, optimizer):
+    net[2] = seeded_by_rank()[2]
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+
+
+def seeded_by_rank():
+    torch.manual_seed(dist.get_rank())
+    return mlp(8, 16, 4)
+
+
+@pytest.mark.parametrize("change", [load_own, replace_by_own])
+@on_two_ranks
+def test_ranks_that_would_go_on_from_other_values_are_told_so(change):
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=EVERY)
+    assert [*steps(wrapper, optimizer, EVERY + 1)][-1] == EVERY
+    change(net, optimizer)
+    done = []
+    with pytest.raises(DisagreementError, match=r"different values of parameter '[02]\.weight' in the last outer"):
+        done.extend(steps(wrapper, optimizer, EVERY))
+    assert len(done) == EVERY - 2
+    wrapper.load_state_dict(seeded(mlp, 8, 16, 4).state_dict())
+    for number in steps(wrapper, optimizer, EVERY):
+        assert number < EVERY - 1 or same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path):
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    net = mlp(8, 16, 4)
+    torch.nn.init.constant_(net[0].bias, rank)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+    for number in steps(wrapper, optimizer, 4):
+        assert number % 2 == 0 or same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_a_rank_that_leaves_an_inner_step_out_stays_beside_the_others():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=EVERY)
+    for left_out in (1, 2, 2):  # an outer step follows the last inner one
+        for step in range(EVERY):
+            if step == left_out and dist.get_rank():
+                wrapper(data(4, 8))
+                wrapper.abort_grad_sync("a batch that cannot be read")
+            else:
+                optimizer.zero_grad()
+                wrapper(data(4, 8, step=step)).square().mean().backward()
+                optimizer.step()
+        assert same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_a_rank_without_a_backward_does_not_meet_the_others_outer_step():
+    def run(*, calls):
+        net = seeded(mlp, 8, 16, 4)
+        wrapper = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        LocalSGD(wrapper, optimizer, every=EVERY)
+        for step in range(2 * EVERY):
+            optimizer.zero_grad()
+            if step != 1 or dist.get_rank() == 0:
+                wrapper(data(4, 8, step=step)).square().mean().backward()
+            elif calls:
+                wrapper.start_grad_sync()
+                wrapper.finish_grad_sync()
+            optimizer.step()
+        assert same_on_all_ranks(net)
+        return list(net.parameters())
+
+    assert all(map(torch.equal, run(calls=True), run(calls=False)))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@on_two_ranks
+def test_a_step_that_calls_its_closure_several_times(every):
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=8)
+    LocalSGD(wrapper, optimizer, every=every)
+    for number in range(2 * every):
+
+        def closure(number=number):
+            optimizer.zero_grad()
+            loss = wrapper(data(4, 8, step=number)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert (number + 1) % every or same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_embeddings_that_a_forward_scales_down_are_updated_by_no_other_optimizer():
+    net = seeded(lambda: nn.Sequential(nn.Embedding(20, 8, max_norm=0.5), nn.Linear(8, 4)))
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    LocalSGD(wrapper, optimizer, every=2)
+    for number in range(4):
+        optimizer.zero_grad()
+        for micro in range(6):
+            wrapper(torch.arange(5) + 3 * micro // 2).square().mean().backward()
+        optimizer.step()
+        assert number % 2 == 0 or same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_without_negotiation_a_rank_may_have_changed_nothing():
+    def run(*, negotiates):
+        net = seeded(mlp, 8, 16, 4)
+        wrapper = DistributedDataParallel(net, negotiate_grads=negotiates)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        DiLoCo(wrapper, optimizer, every=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step, skipping in enumerate([(), (), (1,), (0, 1), ()]):
+            optimizer.zero_grad()
+            factor = float("inf") if dist.get_rank() in skipping else 1.0
+            scaler.scale(factor * wrapper(data(4, 8, step=step)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert same_on_all_ranks(net)
+        return list(net.parameters())
+
+    for one, other in zip(run(negotiates=True), run(negotiates=False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@on_two_ranks
+def test_an_optimizer_that_updates_each_parameter_on_one_rank_is_refused():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net = seeded(nn.Linear, 8, 4)
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="a ZeroRedundancyOptimizer updates each on one rank alone"):
+        LocalSGD(DistributedDataParallel(net), optimizer, every=2)

@@ -253,16 +253,19 @@ class Checkpointer:
             entries[of_rank(self._ranks.rank, _POSITION)] = position
             if (number := int(operator.index(step))) < 0:
                 raise ValueError(f"step is how many steps were taken, not {number}")
-            return [number, list(self._parts)]
+            return [number, list(self._parts), [one.is_between for one in outer_steps]]
 
         def collect(name: str, what: Any) -> None:
-            own = own_part(name, what, outer_steps, self._ranks.rank)
+            own = own_part(name, what, outer_steps, between, self._ranks.rank)
             found = (own or self._parts[name]).entries()
             entries.update(found)
             if own is None and not (self._parts[name].is_of_rank or isinstance(what, DistributedOptimizer)):
                 of_entries.update(digests_of(found))
 
-        step = self._compared(self._ranks.from_each(begin))
+        told = self._ranks.from_each(begin)
+        step = self._compared(told)
+        # Ranks may have counted apart, as where one has left a step out.
+        between = [one for one, *flags in zip(outer_steps, *(flags for *_, flags in told), strict=True) if any(flags)]
         for name, what in self._given.items():  # one after another, as some communicate
             self._ranks.from_each(partial(collect, name, what))
         self._add_differing(entries, of_entries)
@@ -290,18 +293,18 @@ class Checkpointer:
     def _outer_steps(self) -> list[OuterSteps]:
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
-            for outer in outer_steps_of(what):
+            for outer in [*outer_steps_of(what), *getattr(what, "_outer_steps", ())]:
                 if not any(outer is one for one in given):
                     raise ValueError(
-                        f"{name!r} is the inner optimizer of a {type(outer).__name__}, which is not among the parts: "
-                        "add it, as a training cannot go on without"
+                        f"{name!r} is trained by a {type(outer).__name__}, which is not among the parts: add it, as a "
+                        "training cannot go on without"
                     )
         return given
 
     def _compared(self, found: list[Any]) -> int:
         """The step, which all ranks have in common."""
-        for rank, (step, names) in enumerate(found):
-            if [step, names] != found[0]:
+        for rank, (step, names, _) in enumerate(found):
+            if [step, names] != found[0][:2]:
                 raise DisagreementError(
                     f"rank {rank} saves a checkpoint of step {step} with {names}, and rank 0 of step {found[0][0]} "
                     f"with {found[0][1]}: call save() at the same step with the same parts on every rank"

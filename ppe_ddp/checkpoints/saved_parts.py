@@ -304,13 +304,17 @@ def own_name(name: str, rank: int) -> str:
     return of_rank(rank, f"own.{name}")
 
 
-def own_part(name: str, what: Any, outer_steps: Sequence[OuterSteps], rank: int) -> SavedPart | None:
-    """The part to save ``what`` as if ranks differ because of outer steps; None if it is equal on all ranks."""
+def own_part(
+    name: str, what: Any, outer_steps: Sequence[OuterSteps], between: Sequence[OuterSteps], rank: int
+) -> SavedPart | None:
+    """The part to save ``what`` as if ranks differ because of outer steps; None if it is equal on all ranks.
+
+    ``between`` are those with inner steps since their last outer step, on any rank.
+    """
     if not outer_steps:
         return None
     if isinstance(what, nn.Module):
-        is_own = any(one.is_between for one in outer_steps if one.is_of(what))
-        return SavedPart(own_name(name, rank), what) if is_own else None
+        return SavedPart(own_name(name, rank), what) if any(one.is_of(what) for one in between) else None
     is_plain = isinstance(what, Optimizer) and not isinstance(what, DistributedOptimizer)
     return _optimizer_part(own_name(name, rank), what) if is_plain else None
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.engine.gradients import has_nonzero
+from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import (
     IGNORED_NAMES,
@@ -35,12 +37,13 @@ class Synchronizing(Protocol):
     module: nn.Module
     _hooks: Any
     _module_state: Any
+    _negotiate: bool
     _outer_steps: list[OuterSteps]
     _reducer: Any
 
     def train_apart(self, apart: bool = ...) -> None: ...
-    def finish_grad_sync(self) -> None: ...
-    def abort_grad_sync(self, reason: str) -> None: ...
+    def _ready(self) -> Any: ...
+    def _used(self) -> Any: ...
 
 
 class OuterSteps:
@@ -48,11 +51,12 @@ class OuterSteps:
 
     Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
     ranks must make it together, with the same arguments, and run the same number of inner steps; a step that a
-    ``GradScaler`` skips counts. ``.grad`` of the optimizer's parameters is None after an outer step. Parameters that
-    are unfrozen, added or replaced are averaged from then on; new ones must be the same on all ranks. One that has
-    always been frozen is not averaged: if the program changes it itself (the mean teacher of BYOL or DINO), each rank
-    keeps its own. If ``load_state_dict()`` loads parameters, the same on all ranks, the next outer step begins from
-    these.
+    ``GradScaler`` skips counts, and so does one that a rank leaves out by ``abort_grad_sync()``. ``.grad`` of the
+    optimizer's parameters is None after an outer step. Parameters that are unfrozen, added or replaced are averaged
+    from then on; new ones must be the same on all ranks. One that has always been frozen is not averaged: if the
+    program changes it itself (the mean teacher of BYOL or DINO), each rank keeps its own. If ``load_state_dict()``
+    loads parameters, the same on all ranks, the next outer step begins from these; it does not if it only puts back
+    what this rank had, as after an evaluation of other weights.
 
     If a model has several optimizers, make it on the one that steps last: an outer step averages all parameters of the
     wrapper. If you make the optimizer anew, make this anew, too; else a later forward is an error. The optimizer
@@ -63,20 +67,8 @@ class OuterSteps:
     def __init__(
         self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, lr: float = 1.0, momentum: float = 0.0
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: an outer step follows at least one inner step")
-        if not hasattr(ddp, "train_apart"):
-            raise TypeError(
-                f"{type(self).__name__} averages the parameters of a ppe_ddp.DistributedDataParallel, not of a "
-                f"{type(ddp).__module__}.{type(ddp).__qualname__}"
-            )
-        self._optimizer = optimizer = _stepping(optimizer)
-        if self._updated().isdisjoint(ddp.module.parameters()):
-            raise ValueError(
-                "the optimizer has no parameter of the model: construct it on model.parameters(), and not by "
-                "DistributedOptimizer, which has shards of them"
-            )
-        self._ddp = ddp
+        self._ddp, self._optimizer = ddp, _stepping(optimizer)
+        self._check(every)
         self._every = every
         self._lr = float(lr)
         self._momentum = float(momentum)
@@ -93,20 +85,46 @@ class OuterSteps:
         self._forwards = self._changes = 0
         self._version: int | None = None  # of the parameters at the last look
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
+        self._is_connected = ddp._reducer is not None
+        self._is_stepping = False  # whether the optimizer is in a step, which may call a closure several times
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
+        given, optimizer = optimizer, self._optimizer
         self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
         self._replace_others(ddp)
         self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step()),
+            optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step(of_optimizer=True)),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
         self._remember()
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
         vars(optimizer)["outer_steps"] = outer_steps
-        tell_of_skipped_steps(optimizer, partial(_count_all, outer_steps))
+        tell_of_skipped_steps(optimizer, partial(_skip, given, outer_steps))
+        if hasattr(given, _CALLED):
+            given.__setstate__({})  # let Accelerate's call the step() of now, in place of the one that it was made with
+
+    def _check(self, every: int) -> None:
+        """Raise for arguments that cannot be meant."""
+        title, ddp = type(self).__name__, self._ddp
+        if every < 1:
+            raise ValueError(f"every={every}: an outer step follows at least one inner step")
+        if not hasattr(ddp, "train_apart"):
+            raise TypeError(
+                f"{title} averages the parameters of a ppe_ddp.DistributedDataParallel, not of a "
+                f"{type(ddp).__module__}.{type(ddp).__qualname__}"
+            )
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+            raise TypeError(
+                f"{title} lets each rank update whole parameters, and a ZeroRedundancyOptimizer updates each on one "
+                "rank alone, by the gradient of that rank: give it the optimizer inside"
+            )
+        if self._updated().isdisjoint(ddp.module.parameters()):
+            raise ValueError(
+                "the optimizer has no parameter of the model: construct it on model.parameters(), and not by "
+                "DistributedOptimizer, which has shards of them"
+            )
 
     @property
     def module(self) -> nn.Module:
@@ -119,8 +137,8 @@ class OuterSteps:
         return self._steps != self._synchronized_at
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is or contains the module whose parameters are averaged."""
-        return any(one is self.module for one in module.modules())
+        """Whether ``module`` has parameters of the module whose parameters are averaged."""
+        return not set(module.parameters()).isdisjoint(self.module.parameters())
 
     def described(self) -> str:
         """What must be the same on all ranks: arguments, and how many were taken, as an interrupt may cost one."""
@@ -173,7 +191,7 @@ class OuterSteps:
         return {name: parameter for parameter, name in names.items()}
 
     @uncompiled
-    def _begin_inner_step(self) -> None:
+    def _begin_inner_step(self, *, of_optimizer: bool = False) -> None:
         if self._later is not None:
             raise UnusableError(
                 f"a {self._later} that was made later averages the parameters of this {type(self).__name__}'s wrapper, "
@@ -182,6 +200,7 @@ class OuterSteps:
             )
         self._remember()
         self._restored.clear()
+        self._is_stepping = of_optimizer
 
     @torch.no_grad()
     def note_forward(self) -> None:
@@ -189,20 +208,46 @@ class OuterSteps:
 
         What is replaced may be so for this forward only (``functional_call``).
         """
-        self._forwards += 1
-        if self._forwards >= self._every:
-            self._look_for_others()
+        if not self._is_stepping:
+            self._forwards += 1
+            if self._forwards >= self._every:
+                self._look_for_others()
+        if not self._is_connected:
+            self._begin_connected()
         listed = self._ddp._module_state
-        if self._averages or self._next or (listed is self._listed and not self._loaded.identities):
+        if self._averages or self._next or (listed is self._listed and not self._loaded.digests):
             return  # what has arrived is written first, before the next step
         self._listed = listed
-        for name, parameter in self._parameters().items():
+        parameters = self._parameters()
+        self._follow(parameters)
+        for name, parameter in parameters.items():
             if self._last.get(name, (parameter,))[0] is parameter:
                 self._note(name, parameter)
 
+    def _begin_connected(self) -> None:
+        """Begin anew from the parameters of rank 0, which all ranks have got as they connected."""
+        self._is_connected = self._ddp._reducer is not None
+        if self._is_connected:
+            self._last = {name: one for name, one in self._last.items() if name in self._restored}
+            self._listed = None
+
+    def _follow(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Keep what belongs to a parameter under its new name."""
+        if not (moved := [old for old, (one, _) in self._last.items() if parameters.get(old) is not one]):
+            return
+        names = {parameter: name for name, parameter in parameters.items()}
+        renamed = {old: names[self._last[old][0]] for old in moved if self._last[old][0] in names}
+        last = {new: self._last.pop(old) for old, new in renamed.items()}
+        velocity = {new: one for old, new in renamed.items() if (one := self._velocity.pop(old, None)) is not None}
+        self._last |= last
+        self._velocity = {name: one for name, one in self._velocity.items() if name not in last} | velocity
+        self._restored = {renamed.get(name, name) for name in self._restored}
+
     def _look_for_others(self) -> None:
         """Raise if another optimizer updates the parameters in place of the one whose steps are counted."""
-        updated = self._updated()
+        tables = (one for one in self.module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+        # Without those that a forward itself scales down.
+        updated = self._updated().difference(one.weight for one in tables if one.max_norm is not None)
         version = sum(version_of(one) for one, _ in self._last.values() if one in updated)
         self._changes += self._version not in (version, None)
         self._version = version
@@ -213,7 +258,7 @@ class OuterSteps:
                 f"of this {title} has taken no step for {self._forwards} forwards. Make a {title} of the optimizer "
                 "that you use, on all ranks, or call synchronize() and stop() of this one"
             )
-            self._ddp.abort_grad_sync(str(error))
+            self._abort(str(error))
             raise error
 
     @torch.no_grad()
@@ -224,16 +269,18 @@ class OuterSteps:
             if module not in self._watched:
                 self._watched.add(module)
                 self._handles.append(module.register_load_state_dict_pre_hook(self._loaded))
-        for name, parameter in self._parameters().items():
+        parameters = self._parameters()
+        self._follow(parameters)
+        for name, parameter in parameters.items():
             self._note(name, parameter)
-        self._loaded.identities.clear()
+        self._loaded.digests.clear()
 
     def _note(self, name: str, parameter: nn.Parameter) -> None:
-        known, is_loaded = self._last.get(name), id(parameter) in self._loaded.identities
+        known = self._last.get(name)
         if known is not None and name in self._restored:
             self._last[name] = parameter, known[1]
             return
-        self._loaded.identities.discard(id(parameter))
+        is_loaded = self._loaded.take(parameter)
         if known is not None and known[0] is not parameter:
             self._velocity.pop(name, None)
             del self._last[name]  # one that is frozen is not averaged
@@ -245,6 +292,7 @@ class OuterSteps:
 
     @uncompiled
     def _end_inner_step(self, optimizer: Optimizer) -> None:
+        self._is_stepping = False
         if self._of_optimizer[:1] != [self]:
             return  # the first OuterSteps of the optimizer counts for all
         try:
@@ -264,10 +312,18 @@ class OuterSteps:
     def _forget_others(self) -> None:
         self._forwards, self._changes, self._version = 0, 0, None
 
+    def leave_out(self) -> None:
+        """Count an inner step that this rank leaves out; not if an outer step has just failed, which was counted."""
+        reducer = self._ddp._reducer
+        if reducer is None or not reducer.synchronizer.knows_of_failure:
+            self.count()
+
     def count(self) -> None:
         """Count one inner step, and take the outer step that follows it."""
         if self._is_stopped:
             return
+        if self._restored:  # this rank has left the step out, or a scaler has
+            self._begin_inner_step()
         self._steps += 1
         for one in self._ddp._outer_steps:
             one._forget_others()
@@ -289,8 +345,8 @@ class OuterSteps:
             try:
                 if (reducer := self._ddp._reducer) is not None:
                     reducer.begin_step()  # else an error here would be taken for one of an outer step that has failed
-                self._compare()
                 self._begin_inner_step()
+                self._compare()
                 parameters = self._parameters()
                 self._last = {name: self._last[name] for name in parameters if name in self._last}
                 self._velocity = {name: self._velocity[name] for name in parameters if name in self._velocity}
@@ -311,7 +367,7 @@ class OuterSteps:
         """Average the changes in ``.grad``."""
         before = self._handed_over
         try:
-            self._ddp.finish_grad_sync()
+            self._finish()
         except UnusableError as error:
             title = type(self).__name__
             raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
@@ -325,9 +381,23 @@ class OuterSteps:
             if (after := self._handed_over) is None or after != (before or 0):
                 self._note_averages(parameters)
 
+    def _finish(self) -> None:
+        if (reducer := self._ddp._used()) is None:
+            return
+        synchronizer = reducer.synchronizer
+        synchronizer.before_outer_step = {name: digest_of(one) for name, (_, one) in self._last.items()}
+        try:
+            reducer.finish()
+        finally:
+            synchronizer.before_outer_step = {}
+
     def _tell(self, error: BaseException) -> None:
         """Give the outer step up on all ranks, unless they know of ``error`` already."""
-        self._ddp.abort_grad_sync(f"its outer step has raised {type(error).__name__}: {error}")
+        self._abort(f"its outer step has raised {type(error).__name__}: {error}")
+
+    def _abort(self, reason: str) -> None:
+        if (reducer := self._ddp._reducer or self._ddp._ready()) is not None:
+            reducer.abort(reason)
 
     @property
     def _handed_over(self) -> int | None:
@@ -338,6 +408,8 @@ class OuterSteps:
     def _note_averages(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the averages out of ``.grad``; none if no rank has changed anything."""
         self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if not self._ddp._negotiate:  # what no rank has changed gets no momentum
+            self._averages = {name: one for name, one in self._averages.items() if has_nonzero([one])}
         if self._averages:
             self._synchronized_at = self._steps
             self._taken += 1
@@ -347,7 +419,8 @@ class OuterSteps:
         if name not in self._last:
             return None
         change = self._last[name][1] - parameter
-        return change if bool(change.any()) else None  # any() is also true for NaN
+        # Without negotiation a rank whose steps a scaler has skipped must send something, too.
+        return change if not self._ddp._negotiate or bool(change.any()) else None  # any() is also true for NaN
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -362,7 +435,7 @@ class OuterSteps:
                 self._next = (name, *self._outcome(name, parameters[name], change))
             name, value, velocity = self._next
             self._averages.pop(name, None)
-            if id(parameters[name]) not in self._loaded.identities:
+            if id(parameters[name]) not in self._loaded.digests:
                 parameters[name].copy_(value)
             self._last[name] = parameters[name], value
             if velocity is not None:
@@ -454,6 +527,16 @@ def _count_all(outer_steps: Sequence[OuterSteps]) -> None:
             stack.callback(one.count)
 
 
+_CALLED = "_accelerate_step_called"
+"""The attribute in which Accelerate's optimizer notes that a ``GradScaler`` has not skipped a step."""
+
+
+def _skip(given: Optimizer, outer_steps: Sequence[OuterSteps]) -> None:
+    if hasattr(given, _CALLED):
+        setattr(given, _CALLED, False)
+    _count_all(outer_steps)
+
+
 class LocalSGD(OuterSteps):
     """Lets every rank train by itself, and averages the parameters after ``every`` steps of ``optimizer``.
 
@@ -494,9 +577,19 @@ class _LoadedParameters:
     """Notes the parameters that ``load_state_dict()`` loads; a class, so that modules can be pickled."""
 
     def __init__(self) -> None:
-        self.identities: set[int] = set()  # of the parameters loaded since it was cleared
+        # By the identity of a parameter: the digest of its values before, and how often it was loaded since then.
+        self.digests: dict[int, tuple[int, int]] = {}
 
     def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state_dict:
-                self.identities.add(id(parameter))
+            if prefix + name in state_dict and not parameter.is_meta:
+                before, count = self.digests.get(id(parameter)) or (digest_of(parameter), 0)
+                self.digests[id(parameter)] = before, count + 1
+
+    def take(self, parameter: nn.Parameter) -> bool:
+        """Whether it was loaded; not if it has got back what it had before, as after an evaluation of other values.
+
+        If it is loaded once, what it had may be what all ranks load.
+        """
+        before, count = self.digests.pop(id(parameter), (0, 0))
+        return count == 1 or (count > 1 and digest_of(parameter) != before)

@@ -99,10 +99,14 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
-    def renamed_in(self, later: ModuleState) -> dict[str, str | None]:
-        """The parameters that have other names in ``later``: the new name by the old one, None for those not there."""
-        now = dict(zip(map(id, later.parameters), later.names, strict=True))
-        names = {name: now.get(id(one)) for name, one in zip(self.names, self.parameters, strict=True)}
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
+        return dict(zip(self.names, self.parameters, strict=True))
+
+    def renamed_from(self, before: Mapping[str, nn.Parameter]) -> dict[str, str | None]:
+        """The parameters of which an earlier :meth:`by_name` has other names: the new by the old; None if not here."""
+        now = dict(zip(map(id, self.parameters), self.names, strict=True))
+        names = {name: now.get(id(one)) for name, one in before.items()}
         return {name: new for name, new in names.items() if new != name}
 
     def local_parameters(self) -> list[nn.Parameter]:

@@ -32,7 +32,7 @@ from ppe_ddp.engine.failures import HookProgress, aborted_error
 from ppe_ddp.engine.grad_hooks import DroppedForwards, pack_status
 from ppe_ddp.engine.gradients import NON_FINITE, FiniteCheck, Gradients, GradientStreams
 from ppe_ddp.engine.groups import Groups
-from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, lowest_digits
+from ppe_ddp.engine.mask_exchange import MaskExchange, highest_digits, is_same, lowest_digits, with_complement
 from ppe_ddp.engine.memory import allocator
 from ppe_ddp.engine.module import ModuleState, check_apart, refuse_distributed
 from ppe_ddp.engine.negotiation import Agreement, Negotiation, await_all
@@ -78,6 +78,8 @@ class Policy:
 
 logger = logging.getLogger("ppe_ddp")
 
+_OUTER_BYTES = 4  # of the digest of a parameter before an outer step
+
 # More arrivals than any parameter has in one backward; reentrant checkpoints may reach it several times.
 _MORE_ARRIVALS = 200
 
@@ -106,6 +108,8 @@ class BucketSynchronizer(Synchronizer):
         """Called before this rank's first message of a synchronization; tells ranks that have run out (``join()``)."""
         self.handed_over = 0
         """The number of synchronizations whose averages this rank has taken, even if an error came behind that."""
+        self.before_outer_step: Mapping[str, int] = {}
+        """During an outer step: the digests of the parameters in the last one, by name, which ranks have in common."""
         self.sharded_parameters: ShardedParameters | None = None
         """Keeps this rank's shards of the averages for a DistributedOptimizer; without it ``.grad`` gets averages."""
 
@@ -349,8 +353,8 @@ class BucketSynchronizer(Synchronizer):
         outcome = self.negotiation.finish(vote, b"")
         backward.recorder.control_nbytes += vote.nbytes
         self.times.note(outcome.times)
-        if self.drift is not None and outcome.parameters != vote.fields["parameters"]:
-            yield from self.drift.comparing(outcome.parameters)
+        if outcome.parameters != vote.fields["parameters"]:
+            yield from self._comparing(outcome.parameters)
         statuses = self._dropped_forwards.unpack(outcome.statuses) if any(outcome.statuses) else b""
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             self._drop(backward, (yield from self._finite.error(self.negotiation, self._groups, statuses)))
@@ -544,6 +548,8 @@ class BucketSynchronizer(Synchronizer):
         users, drift, said = b"", self.drift, b"" if self.drift is None else NOT_DUE
         if drift is not None and self._groups.step % drift.every == 0:
             said = drift.field(takes_part=not backward.has_run_out)
+        if self.weights.is_refused:
+            said = self._outer_field()
         if self._where_used is not None and backward.schedule is not None:
             users = self._where_used.field(self._users(backward))
         missing = bytes([not backward.lacking <= late.keys()])
@@ -560,6 +566,33 @@ class BucketSynchronizer(Synchronizer):
         if EventLog.current is not None:
             vote.watch(backward.recorder.note_vote)
         return vote
+
+    def _outer_field(self) -> bytes:
+        """For each parameter the digest of its value in the last outer step; zeros if there is none on this rank."""
+        found = (self.before_outer_step.get(name) for name in self._module_state.names)
+        nothing, whole = bytes(2 * _OUTER_BYTES), 1 << 8 * _OUTER_BYTES
+        return b"".join(
+            nothing if one is None else with_complement((one % whole).to_bytes(_OUTER_BYTES, "big")) for one in found
+        )
+
+    def _comparing(self, field: bytes) -> Steps:
+        """Compare parameters, by the field of the vote, which differs from what this rank has said."""
+        if self.drift is not None:
+            yield from self.drift.comparing(field)
+        elif self.weights.is_refused:
+            self._check_outer_step(field)
+
+    def _check_outer_step(self, field: bytes) -> None:
+        """Raise, on all ranks, if these would take an outer step from different values, and so differ for good."""
+        for name, start in zip(self._module_state.names, range(0, len(field), 2 * _OUTER_BYTES), strict=False):
+            digests = field[start : start + 2 * _OUTER_BYTES]
+            if any(digests) and not is_same(digests):
+                await_all(self._groups)
+                raise DisagreementError(
+                    f"rank {self._groups.rank}: the ranks had different values of parameter {name!r} in the last outer "
+                    "step, and would differ for good: ranks have loaded different parameters, or replaced them by "
+                    "different ones. Load the same parameters on every rank, or load what LocalSGD or DiLoCo had saved"
+                )
 
     def _compared(self, backward: Backward) -> dict[str, bytes]:
         """What tells whether all ranks have the same gradients: nothing of a rank that contributes none.
