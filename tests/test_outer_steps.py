@@ -966,6 +966,26 @@ def test_what_rank_0_had_may_be_loaded_on_all_ranks(at):
             wrapper.load_state_dict(of_all_ranks(net.state_dict())[0])
 
 
+@on_two_ranks
+def test_what_is_loaded_when_a_scaler_has_skipped_the_first_step_after_a_checkpoint_on_one_rank():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    outer, scaler = LocalSGD(wrapper, optimizer, every=EVERY), torch.amp.GradScaler("cpu", init_scale=4.0)
+    outer.load_state_dict(outer.state_dict())
+    target = seeded(mlp, 8, 16, 4)
+    nn.init.ones_(target[0].weight)
+    for step in range(2 * EVERY):
+        if step == 1:
+            wrapper.load_state_dict(target.state_dict())
+        optimizer.zero_grad()
+        factor = float("inf") if step == 0 and dist.get_rank() else 1.0
+        scaler.scale(factor * wrapper(data(4, 8, step=step)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (step + 1) % EVERY or same_on_all_ranks(net)
+
+
 def load_own(net, optimizer):
     net.load_state_dict(seeded_by_rank().state_dict())
 
