@@ -309,7 +309,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
 
     def _leave(self, outputs: Any) -> Any:
         if self._reducer is not None and torch.is_grad_enabled():
-            outputs = self._reducer.watch(outputs, is_training=self.training)
+            reducer = (self._module_state.has_grown() and self._ready()) or self._reducer
+            outputs = reducer.watch(outputs, is_training=self.training)
         if EventLog.current is not None:
             EventLog.current.end("forward", self, type(self.module).__name__)
         return outputs

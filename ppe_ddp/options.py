@@ -220,6 +220,12 @@ def check_arguments(
     """Refuse what cannot be wrapped or called, and torch's ``device_ids`` in the place of ``broadcast_buffers``."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"DistributedDataParallel wraps an nn.Module, not {type(module).__name__}")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{f'submodule {name!r}' if name else 'the module'} was made by torch.jit, whose tables are in "
+                "C++, where this library cannot see changes: wrap the module as it was, or compile it (torch.compile)"
+            )
     for title, function, arguments in (
         ("reduce_function", reduce_function, ("bucket", "group")),
         ("broadcast_function", broadcast_function, ("tensors", "group")),

@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import time
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -258,6 +259,12 @@ def test_wrong_arguments():
     module = seeded(mlp, 4, 2)
     with pytest.raises(TypeError, match=r"wraps an nn\.Module, not str"):
         DistributedDataParallel("module")
+    with catch_warnings():
+        simplefilter("ignore", DeprecationWarning)  # torch's own
+        scripted = torch.jit.script(module)
+    for made, name in [(scripted, "the module"), (nn.Sequential(nn.Linear(4, 4), scripted), "submodule '1'")]:
+        with pytest.raises(TypeError, match=rf"{name} was made by torch\.jit.* wrap the module as it was"):
+            DistributedDataParallel(made)
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="process_group or device_mesh, not both"):
         DistributedDataParallel(module, process_group=dist.group.WORLD, device_mesh=mesh)

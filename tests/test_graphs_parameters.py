@@ -1,5 +1,8 @@
 """Any parameter: frozen, added, moved, cast, shared, sparse, of any dtype, shape and memory format."""
 
+import copy
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,19 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from one_process import assert_gradients, assert_same_on_all_ranks, check, data, mean_gradients, mlp, seeded, square
+from library_warnings import library_warnings
+from one_process import (
+    assert_gradients,
+    assert_same_on_all_ranks,
+    check,
+    data,
+    gradients,
+    mean_gradients,
+    mean_of,
+    mlp,
+    seeded,
+    square,
+)
 from ppe_ddp import DistributedDataParallel
 from rank_tests import each_variant, on_two_ranks
 
@@ -312,6 +327,47 @@ def test_frozen_for_a_second_forward_alone(options):
         (first + second).backward()
 
     hold(wrapper, step)
+
+
+class Lazy(nn.Module):
+    """Makes its second layer in the second forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList([nn.Linear(4, 4)]), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            self.layers.append(seeded(nn.Linear, 4, 4))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@each_variant
+@on_two_ranks
+def test_added_in_a_forward(options):
+    wrapper = DistributedDataParallel(seeded(Lazy), **options)
+    for step in range(3):
+        twins = [copy.deepcopy(wrapper.module) for _ in range(2)]
+        for rank, twin in enumerate(twins):
+            twin.zero_grad()
+            square(twin, rank, step)
+        wrapper.zero_grad()
+        square(wrapper, dist.get_rank(), step)
+        assert_gradients(wrapper.module, mean_of(list(map(gradients, twins)), 2))
+
+
+@on_two_ranks
+def test_a_head_that_is_exchanged_for_a_second_forward_is_told_of():
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+    first = wrapper(data(5, 4)).sum()
+    wrapper.module[2] = nn.Linear(4, 2)
+    second = wrapper(data(5, 4)).sum()
+    with library_warnings() as texts:
+        (first + second).backward()
+    assert re.search(r"reaches '2\.weight', which the module had .* is not averaged", "".join(texts))
 
 
 @on_two_ranks

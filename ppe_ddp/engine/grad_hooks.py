@@ -103,11 +103,25 @@ def reached_though_replaced(
 ) -> list[str]:
     """The names of parameters that this backward reaches, and that are in ``module`` again, but not watched ``now``.
 
-    ``before`` has those that were watched in the forward of its graph.
+    ``before`` has those that were watched in the forward of its graph. Of those that are reached, and are not in
+    ``module`` any more, a warning tells.
     """
     back, watched = set(map(id, module.parameters() if module is not None else ())), set(map(id, now))
-    replaced = {name: one for name, one in before.items() if id(one) in back - watched}
-    return [list(replaced)[i] for i in ReachedParameters(list(replaced.values())).indices()]
+    others = {name: one for name, one in before.items() if id(one) not in watched}
+    reached = [list(others)[i] for i in ReachedParameters(list(others.values())).indices()]
+    if gone := [name for name in reached if id(others[name]) not in back]:
+        _warn_of_removed(gone[0])
+    return [name for name in reached if id(others[name]) in back]
+
+
+@functools.cache
+def _warn_of_removed(name: str) -> None:
+    logger.warning(
+        "a backward on this rank reaches %r, which the module had in the forward of this graph, and has no more since "
+        "a later one: its gradient is not averaged. Call backward() before the module changes, or register all heads "
+        "in the module, and choose one in forward()",
+        name,
+    )
 
 
 _MOST_SEQUENCES = 64  # that are cached; graphs that change would add new ones for ever
