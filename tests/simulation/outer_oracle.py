@@ -179,8 +179,10 @@ class OuterOracle:
         is_nothing = all(mean is None for mean in means.values())
         taken = {rank for rank, one in enumerate(given) if one.is_taken}
         errors = {rank: one.error for rank, one in enumerate(given) if one.error is not None}
-        # Known: who is interrupted as it waits for the vote may not have what others have.
-        waited = {k for k, e in errors.items() if isinstance(e, KeyboardInterrupt) and not given[k].has_voted}
+        # Known: a rank is interrupted, and it, or one that it cuts off by that, still waits for the vote: others may
+        # have what these have not.
+        is_cut = any(isinstance(error, KeyboardInterrupt) for error in errors.values())
+        waited = {rank for rank in errors if is_cut and not given[rank].has_voted}
         self._check_errors(place, wrapper, errors, taken, waited, is_bad=is_bad, is_nothing=is_nothing)
         if self.program.wrapping.compressor is not None:
             self._check_kept(place, names, means, given, taken)
@@ -198,7 +200,7 @@ class OuterOracle:
             raise_where(f"rank {rank}, {place}, {'taken' if rank in taken else 'not taken'}", wrong)
 
     def _check_errors(self, place, wrapper, errors, taken, waited, *, is_bad, is_nothing):
-        """Hold errors, and who has taken the step, to what has happened; ``waited`` for the vote were interrupted."""
+        """Hold errors, and who has taken it, to what has happened; some ``waited`` for the vote at an interrupt."""
         everyone = set(range(len(self.copies)))
         behind = {rank for rank, error in errors.items() if error.args and error.args[0] is Where.TAKING}
         raising = {rank for rank, error in errors.items() if isinstance(error, (Planned, MemoryError))} - behind

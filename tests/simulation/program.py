@@ -231,6 +231,7 @@ class Program:
             steps = [change(one, zeroing=Zeroing.TO_NONE, updates=False) for one in steps]
         can_fail = size > 1 and wrapping not in (Wrapping.HOOK, Wrapping.SYNC_HOOK) and draw.random() < 0.4
         faults = Fault.some(draw, size, len(steps), with_nan=wrapping.looks_for_nan) if can_fail else ()
+        faults = [one for one in faults if one.where is not Where.DIES]  # others may still load
         fits = [_is_fitting(one, steps[one.step], wrapping, self.shares, is_several=is_several) for one in faults]
         nodes = tuple(self.nodes[rank % len(self.nodes)] for rank in range(size))
         nothing = {"changes": (), "apart": frozenset(), "weighs": False, "saves": False}
