@@ -404,14 +404,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         The other ranks raise :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's synchronization,
         within a second. The next step works on all ranks. On this rank ``.grad`` keeps what it has computed.
 
-        - Call it if this rank has raised outside of backward and communication, for instance in its loss.
-        - It is not needed if a backward or the communication has raised: the other ranks know of that, and the call
-          does nothing before the next forward.
+        - Call it if this rank has raised outside of backward and communication, for instance in its loss. If a backward
+          or the communication has raised, the others know of that, and it does nothing before the next forward.
         - In a second such step without a forward, call :meth:`finish_grad_sync` instead.
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
         - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
-        - With ``LocalSGD`` or ``DiLoCo`` this rank alone leaves out an inner step, which is counted.
+        - With ``LocalSGD`` or ``DiLoCo`` it counts an inner step that this rank leaves out, also if a backward has raised.
         """
         reducer = self._reducer or self._ready()  # a copy has no engine yet, and the others make theirs in this step
         for outer_steps in [*self._outer_steps]:
@@ -678,7 +677,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             self._hooks.comm_state.noted = self._reducer.groups.taken
             state["_written"] = self._reducer.synchronizer.written_buffers()
         state |= {"_reducer": None, "_outer_steps": [], "_is_copy": self._reducer is not None or self._is_copy}
-        state["_named"] = state.pop("_module_state").by_name()
+        state["_named"] = state.pop("_module_state").by_name(among=set(self.module.parameters()))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

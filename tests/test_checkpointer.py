@@ -506,11 +506,17 @@ def test_modules_get_the_versions_with_which_they_were_saved(tmp_path):
 def test_outer_steps_that_are_not_saved_are_an_error():
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    LocalSGD(model, optimizer, every=2)
+    outer = LocalSGD(model, optimizer, every=2)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
     for name, part in {"model": model, "optimizer": optimizer}.items():
         checkpointer = Checkpointer(shared_folder(), {name: part})
         with pytest.raises(CheckpointError, match=f"'{name}' is trained by a LocalSGD, which is not among"):
             checkpointer.save(1)
+    outer.synchronize()
+    of_all = Checkpointer(shared_folder(), {"model": model})  # all ranks have the same
+    of_all.save(2)
+    assert of_all.load().step == 2
 
 
 @pytest.mark.parametrize("lazy", [0, 1])

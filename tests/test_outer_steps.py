@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError, weigh
+from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError, average, weigh
 from ppe_ddp.compression import Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK, Uncompressed
 from ppe_ddp.compression.outer_steps import OuterSteps
 from rank_tests import on_three_ranks, on_two_ranks
@@ -887,7 +887,7 @@ def test_a_forward_looks_at_parameters_only_where_the_wrapper_lists_them_anew():
     wrapper = DistributedDataParallel(net)
     LocalSGD(wrapper, torch.optim.SGD(net.parameters(), lr=0.1), every=1)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(OuterSteps, "_note", lambda _self, name, _parameter: looks.append(name))
+        patches.setattr(OuterSteps, "_note", lambda _self, name, _parameter, **_: looks.append(name))
         for count in (2, 2, 4, 4):
             net.bias.requires_grad_(count == 2)
             wrapper(data(4, 8))
@@ -945,18 +945,23 @@ def test_an_evaluation_of_other_values_changes_nothing(method):
             if evaluates:
                 own = copy.deepcopy(net.state_dict())
                 wrapper.load_state_dict(smooth.module.state_dict())
-                with torch.no_grad():
-                    wrapper(data(4, 8))
-                wrapper.load_state_dict(own)
+                net.eval()
+                wrapper(data(4, 8))  # with gradients, which nobody asks for
+                net.train()
+                net.load_state_dict(own)  # under other names than the wrapper's
         return list(net.parameters())
 
     assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at", [EVERY - 1, EVERY], ids=["after an outer step", "between outer steps"])
 @on_two_ranks
-def test_what_rank_0_had_may_be_loaded_on_all_ranks(at):
+def test_what_rank_0_had_may_be_loaded_on_all_ranks(at, tied):
     net = seeded(mlp, 8, 16, 4)
+    if tied:  # one load comes to it under both names
+        net.add_module("again", nn.Identity())
+        net.again.weight = net[0].weight
     wrapper = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     LocalSGD(wrapper, optimizer, every=EVERY)
@@ -1048,6 +1053,46 @@ def test_a_rank_that_leaves_an_inner_step_out_stays_beside_the_others():
                 wrapper(data(4, 8, step=step)).square().mean().backward()
                 optimizer.step()
         assert same_on_all_ranks(net)
+
+
+@on_two_ranks
+def test_a_rank_that_gives_up_a_failed_outer_step_and_the_next_inner_one_has_counted_both_once():
+    net, fails = seeded(mlp, 8, 16, 4), False
+
+    def average_or_fail(bucket, group):
+        if fails and dist.get_rank():
+            raise ArithmeticError
+        return average(bucket, group)
+
+    wrapper = DistributedDataParallel(net, reduce_function=average_or_fail)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=EVERY)
+    for step in range(3 * EVERY):
+        fails = step == EVERY - 1
+        if step == EVERY and dist.get_rank():  # its batch cannot be read, before a forward
+            wrapper.abort_grad_sync()
+            continue
+        try:
+            optimizer.zero_grad()
+            wrapper(data(4, 8, step=step)).square().mean().backward()
+            optimizer.step()
+        except (ArithmeticError, PeerAbortedError):
+            assert fails
+            wrapper.abort_grad_sync()
+        assert (step + 1) % EVERY or fails or same_on_all_ranks(net), step
+
+
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_without_negotiation_changes_that_cancel_out_are_averaged(method):
+    net = seeded(nn.Linear, 8, 1)
+    wrapper = DistributedDataParallel(net, negotiate_grads=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    method(wrapper, optimizer, every=1)
+    before = net.bias.item()
+    (wrapper(torch.zeros(1, 8)).sum() * (1 - 2 * dist.get_rank())).backward()
+    optimizer.step()
+    assert net.bias.item() == before
 
 
 @on_two_ranks

@@ -247,7 +247,7 @@ class Checkpointer:
         outer_steps: list[OuterSteps] = []
 
         def begin() -> Any:
-            outer_steps.extend(self._outer_steps())
+            outer_steps.extend(self._outer_steps(saves=True))
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
@@ -290,10 +290,12 @@ class Checkpointer:
             everyone = self._ranks.from_each(lambda: digests)
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
 
-    def _outer_steps(self) -> list[OuterSteps]:
+    def _outer_steps(self, *, saves: bool = False) -> list[OuterSteps]:
+        """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
-            for outer in [*outer_steps_of(what), *getattr(what, "_outer_steps", ())]:
+            apart = [one for one in getattr(what, "_outer_steps", ()) if saves and one.is_between]
+            for outer in [*outer_steps_of(what), *apart]:
                 if not any(outer is one for one in given):
                     raise ValueError(
                         f"{name!r} is trained by a {type(outer).__name__}, which is not among the parts: add it, as a "
@@ -379,9 +381,9 @@ class Checkpointer:
                 targets.update(part.read(found[0], read))
         for part in parts:
             self._ranks.from_each(partial(part.load, targets))
+        loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
         for outer in self._outer_steps():
-            if any(outer.is_of(what) for what in self._given.values() if isinstance(what, nn.Module)):
-                outer.end_loading()
+            outer.end_loading(loaded)
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)

@@ -87,6 +87,7 @@ class OuterSteps:
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_connected = ddp._reducer is not None
         self._is_stepping = False  # whether the optimizer is in a step, which may call a closure several times
+        self._has_failed = False  # whether the last call was an outer step that has failed
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         given, optimizer = optimizer, self._optimizer
@@ -118,7 +119,7 @@ class OuterSteps:
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
             raise TypeError(
                 f"{title} lets each rank update whole parameters, and a ZeroRedundancyOptimizer updates each on one "
-                "rank alone, by the gradient of that rank: give it the optimizer inside"
+                "rank alone, by the gradient of that rank: give it a plain one, as torch.optim.Adam(model.parameters())"
             )
         if self._updated().isdisjoint(ddp.module.parameters()):
             raise ValueError(
@@ -206,23 +207,24 @@ class OuterSteps:
     def note_forward(self) -> None:
         """Note before a forward what was unfrozen, added or loaded, as another optimizer may step before this one.
 
-        What is replaced may be so for this forward only (``functional_call``).
+        What is replaced, or has another name, may be so for this forward only (``functional_call``), and what is loaded
+        in ``eval()`` for an evaluation only.
         """
+        self._has_failed = False
         if not self._is_stepping:
             self._forwards += 1
             if self._forwards >= self._every:
                 self._look_for_others()
         if not self._is_connected:
             self._begin_connected()
-        listed = self._ddp._module_state
-        if self._averages or self._next or (listed is self._listed and not self._loaded.digests):
+        listed, is_loaded = self._ddp._module_state, bool(self._loaded.digests) and self.module.training
+        if self._averages or self._next or (listed is self._listed and not is_loaded):
             return  # what has arrived is written first, before the next step
         self._listed = listed
-        parameters = self._parameters()
-        self._follow(parameters)
-        for name, parameter in parameters.items():
-            if self._last.get(name, (parameter,))[0] is parameter:
-                self._note(name, parameter)
+        known = {parameter: name for name, (parameter, _) in self._last.items()}
+        for name, parameter in self._parameters().items():
+            if self._last.get(name, (parameter,))[0] is parameter and known.get(parameter, name) == name:
+                self._note(name, parameter, with_loaded=is_loaded)
 
     def _begin_connected(self) -> None:
         """Begin anew from the parameters of rank 0, which all ranks have got as they connected."""
@@ -275,12 +277,12 @@ class OuterSteps:
             self._note(name, parameter)
         self._loaded.digests.clear()
 
-    def _note(self, name: str, parameter: nn.Parameter) -> None:
+    def _note(self, name: str, parameter: nn.Parameter, *, with_loaded: bool = True) -> None:
         known = self._last.get(name)
         if known is not None and name in self._restored:
             self._last[name] = parameter, known[1]
             return
-        is_loaded = self._loaded.take(parameter)
+        is_loaded = with_loaded and self._loaded.take(parameter)
         if known is not None and known[0] is not parameter:
             self._velocity.pop(name, None)
             del self._last[name]  # one that is frozen is not averaged
@@ -314,8 +316,8 @@ class OuterSteps:
 
     def leave_out(self) -> None:
         """Count an inner step that this rank leaves out; not if an outer step has just failed, which was counted."""
-        reducer = self._ddp._reducer
-        if reducer is None or not reducer.synchronizer.knows_of_failure:
+        has_failed, self._has_failed, self._is_stepping = self._has_failed, False, False
+        if not has_failed:
             self.count()
 
     def count(self) -> None:
@@ -325,6 +327,7 @@ class OuterSteps:
         if self._restored:  # this rank has left the step out, or a scaler has
             self._begin_inner_step()
         self._steps += 1
+        self._has_failed = False
         for one in self._ddp._outer_steps:
             one._forget_others()
         if self._steps % self._every == 0:
@@ -339,6 +342,7 @@ class OuterSteps:
         rank fails or is interrupted after the averages have arrived, it completes the outer step before its next step.
         """
         self._forget_others()
+        self._note_failed(has_failed=True)
         parameters: dict[str, nn.Parameter] = {}
         of_others: dict[str, Tensor | None] = {}
         try:
@@ -354,20 +358,28 @@ class OuterSteps:
                 of_others = {name: one.grad for name, one in parameters.items() if one not in updated}
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
+                digests = {name: digest_of(one) for name, (_, one) in self._last.items()}
             except BaseException as error:
                 self._tell(error)
                 raise
-            self._average(parameters)
+            self._average(parameters, digests)
         finally:
             for name, parameter in parameters.items():
                 parameter.grad = of_others.get(name)  # another optimizer's, which has yet to use it
         self._update()
+        self._note_failed(has_failed=False)
 
-    def _average(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Average the changes in ``.grad``."""
+    def _note_failed(self, *, has_failed: bool) -> None:
+        for one in {self, *self._ddp._outer_steps}:
+            one._has_failed = has_failed
+
+    def _average(self, parameters: Mapping[str, nn.Parameter], digests: Mapping[str, int]) -> None:
+        """Average the changes in ``.grad``; ``digests`` are of what the ranks had in the last outer step."""
         before = self._handed_over
         try:
-            self._finish()
+            if (reducer := self._ddp._used()) is not None:
+                reducer.synchronizer.before_outer_step = digests
+                reducer.finish()
         except UnusableError as error:
             title = type(self).__name__
             raise UnusableError(f"{error}. If you no longer use it, call stop() of its {title}") from error
@@ -378,18 +390,10 @@ class OuterSteps:
                 self._tell(error)
             raise
         finally:  # behind an error or interrupt, too: the other ranks take this outer step
+            if (reducer := self._ddp._reducer) is not None:
+                reducer.synchronizer.before_outer_step = {}
             if (after := self._handed_over) is None or after != (before or 0):
                 self._note_averages(parameters)
-
-    def _finish(self) -> None:
-        if (reducer := self._ddp._used()) is None:
-            return
-        synchronizer = reducer.synchronizer
-        synchronizer.before_outer_step = {name: digest_of(one) for name, (_, one) in self._last.items()}
-        try:
-            reducer.finish()
-        finally:
-            synchronizer.before_outer_step = {}
 
     def _tell(self, error: BaseException) -> None:
         """Give the outer step up on all ranks, unless they know of ``error`` already."""
@@ -408,8 +412,6 @@ class OuterSteps:
     def _note_averages(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Take the averages out of ``.grad``; none if no rank has changed anything."""
         self._averages = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        if not self._ddp._negotiate:  # what no rank has changed gets no momentum
-            self._averages = {name: one for name, one in self._averages.items() if has_nonzero([one])}
         if self._averages:
             self._synchronized_at = self._steps
             self._taken += 1
@@ -448,11 +450,13 @@ class OuterSteps:
             change = change.to_dense()
         last = self._last[name][1] if name in self._last else parameter.detach()  # only other ranks have unfrozen it
         velocity: Tensor | None = None
-        if self._momentum:
+        # Without negotiation all have sent something: what no rank has changed gets no momentum.
+        if self._momentum and (self._ddp._negotiate or has_nonzero([change])):
             before = self._velocity.get(name)
             velocity = change.clone() if before is None else before.mul(self._momentum).add_(change)
-            change = change.add(velocity, alpha=self._momentum)
-        return last.add(change, alpha=-self._lr), velocity
+            change = change.add(velocity.mul(self._momentum))
+        # Products and sums apart, so that processors with and without fused ones have the same bits.
+        return last.sub(change.mul(self._lr)), velocity
 
     def stop(self) -> None:
         """Take no more outer steps, and synchronize backwards again.
@@ -498,9 +502,9 @@ class OuterSteps:
             name: value.detach().to(parameters[name].device, copy=True) for name, value in state["velocity"].items()
         }
 
-    def end_loading(self) -> None:
-        """Note that the parameters that belong to a loaded state are there: what is loaded from now on is another."""
-        self._restored.clear()
+    def end_loading(self, loaded: Collection[nn.Parameter]) -> None:
+        """Note that ``loaded`` are those that belong to a loaded state: what is loaded into them now is another."""
+        self._restored.difference_update(name for name, one in self._parameters().items() if one in loaded)
 
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
@@ -577,19 +581,21 @@ class _LoadedParameters:
     """Notes the parameters that ``load_state_dict()`` loads; a class, so that modules can be pickled."""
 
     def __init__(self) -> None:
-        # By the identity of a parameter: the digest of its values before, and how often it was loaded since then.
-        self.digests: dict[int, tuple[int, int]] = {}
+        # By the identity of a parameter: the digest of its values before, how often it was loaded since then, and the
+        # list of missing keys of the last load, which comes to a tied parameter several times.
+        self.digests: dict[int, tuple[int, int, object]] = {}
 
-    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
+        _, _, missing, *_ = rest
         for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state_dict and not parameter.is_meta:
-                before, count = self.digests.get(id(parameter)) or (digest_of(parameter), 0)
-                self.digests[id(parameter)] = before, count + 1
+            if prefix + name in state and not parameter.is_meta:
+                before, count, last = self.digests.get(id(parameter)) or (digest_of(parameter), 0, None)
+                self.digests[id(parameter)] = before, count + (missing is not last), missing
 
     def take(self, parameter: nn.Parameter) -> bool:
         """Whether it was loaded; not if it has got back what it had before, as after an evaluation of other values.
 
         If it is loaded once, what it had may be what all ranks load.
         """
-        before, count = self.digests.pop(id(parameter), (0, 0))
+        before, count, _ = self.digests.pop(id(parameter), (0, 0, None))
         return count == 1 or (count > 1 and digest_of(parameter) != before)

@@ -6,7 +6,7 @@ parameter that is a DTensor, the local tensor is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from itertools import chain, pairwise
 from operator import is_
 from typing import Any
@@ -99,9 +99,10 @@ class ModuleState:
         """The names of the parameters."""
         return [spec.name for spec in self.specs]
 
-    def by_name(self) -> dict[str, nn.Parameter]:
-        """The parameters by name."""
-        return dict(zip(self.names, self.parameters, strict=True))
+    def by_name(self, among: Container[nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
+        """The parameters by name; only those ``among`` others, if given."""
+        named = zip(self.names, self.parameters, strict=True)
+        return {name: one for name, one in named if among is None or one in among}
 
     def renamed_from(self, before: Mapping[str, nn.Parameter]) -> dict[str, str | None]:
         """The parameters of which an earlier :meth:`by_name` has other names: the new by the old; None if not here."""

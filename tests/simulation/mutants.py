@@ -445,10 +445,16 @@ MUTANTS = [
             "self.weights.is_refused and not",
             "False and not",
         ),
-        ("outer: what is loaded later is the checkpoint's", OUTER, "end_loading", "self._restored.clear()", "pass"),
+        ("outer: what is loaded later is the checkpoint's", OUTER, "end_loading", "if one in loaded", "if False"),
         ("outer: momentum is not loaded", OUTER, "load_state_dict", 'in state["velocity"].items()', "in ()"),
         ("outer: the count of inner steps is not loaded", OUTER, "load_state_dict", 'int(state["steps"])', "0"),
-        ("outer: between outer steps one rank's model is saved", checkpointer, "own_part", "for one in between", "for one in ()"),
+        (
+            "outer: between outer steps one rank's model is saved",
+            checkpointer,
+            "own_part",
+            "for one in between",
+            "for one in ()",
+        ),
         ("outer: each rank loads the first one's optimizer", checkpointer, "loaded_part", "rank % saved_by", "0"),
         # checkpoints
         ("saving: what differs is one rank's", checkpointer.Checkpointer, "_add_differing", ") > 1:", ") > 9:"),
