@@ -152,6 +152,14 @@ def test_what_a_rank_still_receives_is_seen_by_those_that_have_completed_it(peer
     assert peer.processes.completing() == [1] * is_completing
 
 
+def test_who_has_not_begun_to_gather_for_a_second_optimizer_is_behind_those_that_have():
+    """And those have completed what it has."""
+    behind, ahead = Position(3, Activity.GATHERED, 1), Position(3, Activity.GATHER, 2)
+    assert behind.is_behind(ahead)
+    assert not ahead.is_behind(behind)
+    assert Position(3, Activity.BUCKET, 1).is_behind(Position(3, Activity.BUCKET, 2))
+
+
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_what_a_rank_still_receives_that_does_not_run(peer, number):
     peer.tell("note", 3, Activity.VOTE)

@@ -4,6 +4,7 @@ import gc
 import io
 import warnings
 import weakref
+from time import monotonic
 
 import pytest
 import torch
@@ -188,6 +189,36 @@ def test_one_rank_whose_step_or_closure_raises_tells_the_others():
     everyone = [torch.empty(1, 5) for _ in range(2)]
     dist.all_gather(everyone, setup.net.weight.detach())
     assert torch.equal(*everyone)
+
+
+@pytest.mark.parametrize("is_megatron", [False, True])
+@on_three_ranks
+def test_a_second_optimizer_that_fails_is_told_of_at_once(is_megatron):
+    """Although all ranks have completed the gather of the first one, and wait in that of the second one."""
+    net = seeded(mlp, 4, 4, 4)
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = megatron.DistributedDataParallel(None, config, net) if is_megatron else DistributedDataParallel(net)
+    first, second = (DistributedOptimizer(torch.optim.Adam(net[k].parameters()), model) for k in (0, 2))
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    for is_bad in (False, True, False):
+        (model.zero_grad_buffer if is_megatron else model.zero_grad)()
+        model(data(3, 4)).sum().backward()
+        if is_megatron:
+            megatron.finalize_model_grads([model])
+        first.step()
+        if not is_bad:
+            second.step()
+            continue
+        begin = monotonic()
+        handle = second._inner.register_step_post_hook(fail) if dist.get_rank() == 1 else None
+        with pytest.raises(ArithmeticError if handle else PeerAbortedError, match="planned"):
+            second.step()
+        assert monotonic() - begin < 4
+        if handle:
+            handle.remove()
 
 
 @on_two_ranks

@@ -30,6 +30,7 @@ class Late(ShardedModel):
 
     failures = SimpleNamespace(wait=lambda pending, _device: pending.wait())
     groups = SimpleNamespace(
+        step=0,
         generation=0,
         is_closed=False,
         failures=failures,

@@ -281,7 +281,7 @@ class LostRanks:
             if record["position"] is not None:
                 step, activity, bucket, waits = record["position"]
                 positions[rank] = Position(step, Activity(activity), bucket, waits)
-        late = {rank: position for rank, position in positions.items() if position is not None and position < own}
+        late = {rank: position for rank, position in positions.items() if position and position.is_behind(own)}
         return [self._lost(rank, LATE, position) for rank, position in sorted(late.items())]
 
     def _lost(

@@ -82,7 +82,7 @@ class _RecordState(enum.IntEnum):
 
 
 class Position(NamedTuple):
-    """What a rank has done last; positions are ordered, and a rank that is behind is less."""
+    """What a rank has done last."""
 
     step: int  # number of the synchronized backward, from 1
     activity: Activity  # its last activity in that step
@@ -108,6 +108,11 @@ class Position(NamedTuple):
     def phase(self) -> str:
         """The activity's name, for the attribute ``phase`` of an error."""
         return self.activity.name.lower()
+
+    def is_behind(self, other: Position) -> bool:
+        """Whether a rank that is here has done less than one that is at ``other``."""
+        mine, theirs = ((*_progress(*one[:3]), one.bucket, one.waits) for one in (self, other))
+        return mine < theirs
 
 
 class Condition(enum.Enum):

@@ -171,7 +171,7 @@ class ShardedBuffers(ShardedModel):
         assert memory is not None
         values = bucket.of(memory)
         size = bucket.padded // groups.world_size
-        groups.note(Activity.GATHER)
+        self.note_gather(Activity.GATHER)
         self._under_way.add(unit)
         own = values.narrow(0, groups.rank * size, size)
         return all_gather(values, own, groups.buckets, self._synchronizer.pool)
@@ -184,4 +184,4 @@ class ShardedBuffers(ShardedModel):
         if unit in self._under_way:
             self._under_way.remove(unit)
             if not self._under_way:
-                self.groups.note(Activity.GATHERED)
+                self.note_gather(Activity.GATHERED)

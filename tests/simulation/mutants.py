@@ -402,7 +402,7 @@ MUTANTS = [
         ("split: clipping is a step of its own", PARALLEL, "step", "if is_next:", "if True:"),
         ("split: what all raise is told besides", PARALLEL, "step", "if error is not self._agreed else None", ""),
         ("split: who fails next ends this step", failures.Failures, "_await", "is_ahead = ", "is_ahead = False and "),
-        ("split: nobody waits for gathers", SHARDED, "install", "self.groups.note(Activity.GATHERED)", "pass"),
+        ("split: nobody waits for gathers", SHARDED, "install", "self.note_gather(Activity.GATHERED)", "pass"),
         ("split: copies count twice in a norm", COPIES, "counts", "return rank == 0 or", "return True or"),
         (
             "split: nothing to gather is awaited",

@@ -149,6 +149,8 @@ class ParameterGather:
         """
         self.finish()
         self._sent_in = self._connections
+        for model in self._models if units is None else self._models[:1]:
+            model.begin_gather()
         for key in self._members if units is None else [(0, unit) for unit in units]:
             members = self._members[key]
             if PendingParameter in set(map(type, members)):  # in flight for another optimizer of the same model

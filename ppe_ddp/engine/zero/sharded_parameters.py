@@ -232,7 +232,7 @@ class ShardedParameters(ShardedModel):
         if gather is None or not gather.is_current(members):
             shards = [self.shards[k] for k in members]
             gather = self._gathers[unit] = UnitGather(members, shards, self.groups, self.pool)
-        self.groups.note(Activity.GATHER)
+        self.note_gather(Activity.GATHER)
         pending = gather.start()
         self._under_way[unit] = (gather, pending)
         return pending
@@ -254,7 +254,7 @@ class ShardedParameters(ShardedModel):
             gather.install()
             del self._under_way[unit]  # after an interrupt it is still to be installed
             if not self._under_way:
-                self.groups.note(Activity.GATHERED)
+                self.note_gather(Activity.GATHERED)
 
 
 def _units(specs: Sequence[ParameterSpec], world_size: int) -> list[list[int]]:

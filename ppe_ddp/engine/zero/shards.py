@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from ppe_ddp.contracts import Waitable
 from ppe_ddp.engine.failures import CLIP
 from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.plan import ParameterSpec
 from ppe_ddp.torch_internals import chunk_cat
 
@@ -138,6 +139,16 @@ class ShardedModel(ABC):
     shards: Sequence[Shard]
     units: Sequence[Sequence[int]]
     copies: Copies
+    _round = 0, 0  # a step, and how often parameters were gathered after its backward: by one optimizer after another
+
+    def begin_gather(self) -> None:
+        """Note that one more optimizer begins to gather its parameters; every rank calls it, also with none to send."""
+        step, count = self._round
+        self._round = self.groups.step, count + 1 if step == self.groups.step else 1
+
+    def note_gather(self, activity: Activity) -> None:
+        """Write to this rank's page how far the last gather is."""
+        self.groups.note(activity, self._round[1])
 
     @property
     def group(self) -> ProcessGroup:
