@@ -106,6 +106,31 @@ def test_another_path_on_each_rank_and_in_each_micro_batch(options):
         hold(model, mean_of(model.module, *passes))
 
 
+@each_variant
+@on_three_ranks
+def test_frozen_for_a_second_forward_alone(options):
+    model, rank, ranks = wrap(**options), dist.get_rank(), dist.get_world_size()
+
+    def step(module, other):
+        branch = getattr(module, "module", module).branches[0]
+        first = loss(module, other, 0, taken=[0, 1])
+        branch.requires_grad_(False)
+        second = loss(module, other, 1, taken=[0, 2])
+        branch.requires_grad_(True)
+        return first + second
+
+    for _ in range(2):
+        twin = copy.deepcopy(model.module)
+        model.zero_grad_buffer()
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                step(model, rank).backward()
+            for other in range(ranks):
+                (step(twin, other) / ranks).backward()
+        model.finish_grad_sync()
+        hold(model, {name: parameter.grad for name, parameter in twin.named_parameters()})
+
+
 class Checkpointed(nn.Module):
     """Layers that backward reaches in a graph of its own each."""
 
