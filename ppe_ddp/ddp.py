@@ -166,7 +166,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         return f"{self._origin} of ranks {self._group.ranks}"
 
     def _list_tensors(self, before: ModuleState | None = None) -> ModuleState:
-        module_state = ModuleState(self.module, self._ignored(), before)
+        module_state = ModuleState(self.module, self._ignored(), before, with_later_buffers=self._reducer is None)
         if dist.is_initialized():
             check_gradient_dtypes(module_state)
             drops_steps = bool(self._options.check_for_nan_in_grad)
@@ -410,7 +410,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
         - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
-        - With ``LocalSGD`` or ``DiLoCo`` it counts an inner step that this rank leaves out. Call it after any error then.
+        - With ``LocalSGD`` or ``DiLoCo`` it counts an inner step that this rank leaves out, after any error.
         """
         reducer = self._reducer or self._ready()  # a copy has no engine yet, and the others make theirs in this step
         for outer_steps in [*self._outer_steps]:

@@ -264,14 +264,22 @@ def test_what_is_not_built_is_refused(config):
         gradient_after([1.0], config, ParallelGroups())
 
 
+@pytest.mark.parametrize("of_wrapper", [True, False])
 @on_two_ranks
-def test_megatrons_collection_of_groups_is_named_in_finalizing_as_well():
-    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Marked())
-    with pytest.raises(TypeError, match=r"no pg_collection: pass groups=ParallelGroups\(data=pg_collection\.dp_cp"):
-        finalize_model_grads([model], None, SimpleNamespace())
-    model(1.0).backward()
-    finalize_model_grads([model], None, None)
-    assert model.module.of_interest.main_grad.unique().tolist() == [1.0]
+def test_megatrons_collection_of_groups_is_taken_in_finalizing(of_wrapper):
+    """Also if the wrapper has none, or its are others of the same ranks."""
+    alone, both = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()], dist.new_group([0, 1])
+    given = ParallelGroups(data=alone, tensor=dist.group.WORLD) if of_wrapper else ParallelGroups(data=alone)
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(), Marked(SEQUENCE), groups=given)
+    own = model.gradient_buffers.model_parallel
+    for _ in range(2):
+        model.zero_grad_buffer()
+        model(2.0 + 2 * dist.get_rank()).backward()
+        finalize_model_grads([model], None, SimpleNamespace(dp_cp=alone, tp=both, pp=alone, embd=None))
+        assert model.module.of_interest.main_grad.unique().tolist() == [6.0]
+    assert own is model.gradient_buffers.model_parallel
+    with pytest.raises(ValueError, match="not both"):
+        finalize_model_grads([model], None, SimpleNamespace(), groups=given)
 
 
 # ---------------------------------------------------------------------- routers

@@ -492,7 +492,7 @@ class OuterSteps:
             raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")
         self._averages, self._next = {}, None
         self._remember()
-        self._restored = {*state["last"]}
+        self._restored, self._is_connected = {*state["last"]}, True
         self._steps, self._taken = int(state["steps"]), 0
         self._synchronized_at = None  # unknown: the parameters that are loaded separately may differ between ranks
         for name, value in state["last"].items():

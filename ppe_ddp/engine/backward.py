@@ -432,16 +432,18 @@ class Synchronizer(ABC):
             with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
                 Completion(self.renewing(), self.groups[0]).finish()
 
-    def check(self, *, with_buffers: bool = True) -> None:
+    def check(self, only: Groups | None = None, *, with_buffers: bool = True) -> None:
         """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
 
+        If there are several groups, it can compare in one ``only``.
         After a failure all ranks connect again, also those that had completed the step before they hear of it.
         """
         while True:
             self.connect_again()
             try:
-                for one in self.negotiations:
-                    one.check(with_buffers=with_buffers)
+                for groups, negotiation in zip(self.groups, self.negotiations, strict=True):
+                    if only in (None, groups):
+                        negotiation.check(with_buffers=with_buffers)
             except PeerAbortedError as error:
                 for groups in self.groups:
                     groups.fail(error, "")

@@ -217,12 +217,15 @@ class SharedParameters:
         """Note that a synchronization of this wrapper is over."""
         self._is_used = False
 
+    def takes(self, parameters: Sequence[nn.Parameter], takes: Callable[[int], bool], index: int) -> bool:
+        """Whether this wrapper ``takes`` a parameter that is thawed later, and no exclusive one has it."""
+        exclusive = (one for one in list(self._all) if one is not self and one._exclusive)
+        return takes(index) and not any(id(parameters[index]) in one.index for one in exclusive)
+
     def has_alone(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether some of ``parameters``, all of this wrapper, belong to no other wrapper."""
-        if self._lost:
-            return False
-        others = [*self._others, *self._frozen]
-        return any(all(id(parameter) not in other.index for other in others) for parameter in parameters)
+        there = {identity for other in (*self._others, *self._frozen) for identity in other.index}
+        return not self._lost and any(id(parameter) not in there for parameter in parameters)
 
     def goes_apart_from(self, other: SharedParameters) -> bool:
         """Whether both wrappers must not synchronize at the same time: they share a parameter or a place."""

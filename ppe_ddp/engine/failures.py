@@ -66,7 +66,7 @@ ADVICE = {
     CLIP: "No rank has clipped or scaled the gradients: zero them and go on with the next step",
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
     LOAD: "Some ranks may have loaded the state, and others not: load it again, on all ranks",
-    SAVE: "This rank's state is complete on no rank: make it again, on all ranks",
+    SAVE: "No rank has the whole state: call state_dict() again, on all ranks",
 }
 FINAL = "The job cannot go on: start it anew, from a checkpoint if there is one"
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours

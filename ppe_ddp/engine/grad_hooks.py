@@ -109,7 +109,7 @@ def reached_though_replaced(
     back, watched = set(map(id, module.parameters() if module is not None else ())), set(map(id, now))
     others = {name: one for name, one in before.items() if id(one) not in watched}
     reached = [list(others)[i] for i in ReachedParameters(list(others.values())).indices()]
-    if gone := [name for name in reached if id(others[name]) not in back]:
+    if gone := [name for name in reached if id(others[name]) not in back and not any(_owners(others[name]))]:
         _warn_of_removed(gone[0])
     return [name for name in reached if id(others[name]) in back]
 

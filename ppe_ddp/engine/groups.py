@@ -97,8 +97,8 @@ class User(Protocol):
     def note_failure(self) -> None:
         """Note that this step has failed on this rank after its backward, and that the other ranks are told."""
 
-    def compare(self) -> None:
-        """Compare parameters and options of the ranks outside of a step, and connect again after a failure."""
+    def compare(self, groups: Groups) -> None:
+        """Compare what the ranks of ``groups`` have outside of a step, and connect again after a failure."""
 
 
 class _Renewing(threading.local):

@@ -33,11 +33,19 @@ CAST_OF = "_ppe_ddp_cast_of"
 class ModuleState:
     """The parameters and buffers of a module at one moment, without those whose qualified names are in ``ignored``.
 
-    Buffers that a submodule has got since the listing ``before`` are left out: ranks may differ in them.
+    Buffers that a submodule has got since the listing ``before`` are left out, as ranks may differ in them; not
+    ``with_later_buffers``, before the ranks have met.
     Raises a ValueError that names the parameter if one is lazy (has no shape yet).
     """
 
-    def __init__(self, module: nn.Module, ignored: Collection[str] = (), before: ModuleState | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ignored: Collection[str] = (),
+        before: ModuleState | None = None,
+        *,
+        with_later_buffers: bool = False,
+    ) -> None:
         self._module = module
         self._ignored = frozenset(ignored)
         self._tables: list[dict[str, Any]] = []  # of parameters and submodules, of every submodule
@@ -46,7 +54,7 @@ class ModuleState:
         self.buffer_slots: list[tuple[str, nn.Module, str]] = []  # the name, the module, its name for the buffer
         self._slots: dict[tuple[int, str], nn.Parameter] = {}  # by the identity of the module, and its name for it
         self._walk({} if before is None else before._slots)
-        if before is not None:
+        if before is not None and not with_later_buffers:
             self._leave_out_later(before)
         self.has_buffers = bool(self.buffer_slots)  # also true if all of them are None now
         self._empty_tables = [table for table in self._tables if not table]

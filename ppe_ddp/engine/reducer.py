@@ -111,7 +111,7 @@ class Reducer(Generic[C]):
         self._parameters = module_state.parameters
         self._names = tuple(module_state.names)
         self.shared.share(module_state, owners_of(self._parameters))
-        takes = self.synchronizer.takes
+        takes = partial(self.shared.takes, self._parameters, self.synchronizer.takes)
         self._arrivals = GradHooks(self._parameters, Reducer._on_grad_accumulated, weakref.ref(self), takes)
         self._user_grad_hooks = UserGradHooks(self._parameters, at_once=self.synchronizer.empties_grad)
         self.synchronizer.use_module(module_state, self._arrivals.streams)
@@ -225,7 +225,8 @@ class Reducer(Generic[C]):
             if not has_begun:
                 return
         else:
-            self._arrivals.watch_thawed()
+            with self._lock:
+                self._arrivals.watch_thawed()
             if Weights.were_used and (self._arrivals.reached() or self._arrivals.accumulates()):
                 self.synchronizer.weights.note(is_synchronized=False)
             log = EventLog.current
@@ -261,9 +262,9 @@ class Reducer(Generic[C]):
 
         Either it reaches a parameter that no other wrapper has, or it reaches an output: a graph may use no parameter.
         """
-        parameters = self._parameters
-        has_alone = bool(parameters) and self.shared.has_alone([parameters[i] for i in self._arrivals.reached()])
-        return has_alone or self._forwards.will_be_reached()
+        with self._lock:
+            reached = [self._parameters[i] for i in self._arrivals.reached()] if self._parameters else ()
+        return self.shared.has_alone(reached) or self._forwards.will_be_reached()
 
     @staticmethod
     @uncompiled_hook

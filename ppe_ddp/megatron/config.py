@@ -152,7 +152,7 @@ class DistributedDataParallelConfig:
 
 
 _OLD_FIELDS = ("overlap_grad_reduce", "use_distributed_optimizer", "check_for_nan_in_grad", "bucket_size")
-ELSEWHERE = {
+_ELSEWHERE = {
     "pg_collection": "pass groups=ParallelGroups(data=pg_collection.dp_cp, tensor=pg_collection.tp, "
     "pipeline=pg_collection.pp, embedding=pg_collection.embd, position_embedding=pg_collection.pos_embd, "
     "expert=pg_collection.expt_dp, expert_tensor=pg_collection.expt_tp)",
@@ -190,8 +190,8 @@ class Setup:
         is_new = "ddp_config" in kwargs or (args and isinstance(args[0], DistributedDataParallelConfig))
         form = _forms(constructor)[0 if is_new else 1]
         for name in kwargs:
-            if name in ELSEWHERE:
-                raise TypeError(f"DistributedDataParallel() has no {name}: {ELSEWHERE[name]}")
+            if name in _ELSEWHERE:
+                raise TypeError(f"DistributedDataParallel() has no {name}: {_ELSEWHERE[name]}")
             if name not in form.parameters:
                 raise TypeError(unknown_keyword(name, {*form.parameters} - {"self"}))
         try:

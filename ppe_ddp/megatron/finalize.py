@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +14,11 @@ from torch import distributed as dist
 
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import Groups
+from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
-from ppe_ddp.megatron.config import ELSEWHERE
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
-from ppe_ddp.megatron.parallel_groups import ModelParallel, ParallelGroups, position_embedding, word_embedding
+from ppe_ddp.megatron.parallel_groups import SPLITS, ModelParallel, ParallelGroups, position_embedding, word_embedding
 from ppe_ddp.torch_internals import uncompiled
 
 # Fields of the model's configuration that ask for sums or updates that this library does not have.
@@ -53,7 +54,7 @@ class _Shared(NamedTuple):
 def finalize_model_grads(
     model: Sequence[DistributedDataParallel] | DistributedDataParallel,
     num_tokens: Tensor | None = None,
-    pg_collection: None = None,
+    pg_collection: Any = None,
     *,
     groups: ParallelGroups | None = None,
     force_all_reduce: bool = False,
@@ -87,7 +88,7 @@ def finalize_model_grads(
         num_tokens: A tensor of one element, changed in place: the number of tokens in this rank's micro-batches, as the
             last pipeline stage has counted it. If all ranks give it, gradients are divided by the total over the
             data-parallel ranks. It is for models with ``config.calculate_per_token_loss``, whose gradients are sums.
-        pg_collection: None; Megatron's groups are given as ``groups``, here or to the wrapper.
+        pg_collection: Megatron-Core's ``ProcessGroupCollection``, in place of ``groups``.
         groups: The groups of the model; default: those of the first chunk.
         force_all_reduce: See :meth:`DistributedDataParallel.finish_grad_sync`.
 
@@ -97,11 +98,9 @@ def finalize_model_grads(
             raised in this call.
         DisagreementError: On all ranks of a group that are about to sum different gradients, or different parts; or if
             only some of them give ``num_tokens``, of a split model or one with ``config.calculate_per_token_loss``.
-        TypeError: A chunk is not wrapped, or there is a ``pg_collection``.
+        TypeError: A chunk is not wrapped.
         ValueError: The model's configuration asks for something that is not supported; raised before anything is sent.
     """
-    if pg_collection is not None:
-        raise TypeError(f"finalize_model_grads() takes no pg_collection: {ELSEWHERE['pg_collection']}, or nothing here")
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
@@ -111,7 +110,11 @@ def finalize_model_grads(
         value = getattr(config, name, None)
         if value is not None and asks(value):
             raise ValueError(f"finalize_model_grads does not support {name}={value!r} of the model's configuration")
-    is_own = groups is None or groups == chunks[0].groups
+    if pg_collection is not None:
+        if groups is not None:
+            raise ValueError("finalize_model_grads() takes groups or a pg_collection, not both")
+        groups = _groups_of(pg_collection, chunks[0].groups)
+    is_own = groups is None or _ranks_of(groups) == _ranks_of(chunks[0].groups)
     parallel = chunks[0].gradient_buffers.model_parallel if is_own else ModelParallel(groups, default_group())  # type: ignore[arg-type]
     with _together(chunks, parallel), parallel.step(), torch.no_grad():
         found = _routers(chunks, config)
@@ -141,6 +144,19 @@ def finalize_model_grads(
         total = 0.0 if num_tokens is None else float(num_tokens.item())
         for chunk in chunks if total > 0 else ():
             chunk.scale_gradients(1.0 / total)
+
+
+def _groups_of(collection: Any, own: ParallelGroups) -> ParallelGroups:
+    """Megatron's groups, as far as finalizing uses them; the wrapper's ``own`` in place of those that are not there."""
+    names = {"data": "dp_cp", "tensor": "tp", "pipeline": "pp", "embedding": "embd", "position_embedding": "pos_embd"}
+    return replace(own, **{name: getattr(collection, theirs, getattr(own, name)) for name, theirs in names.items()})
+
+
+def _ranks_of(groups: ParallelGroups) -> dict[str, set[int]]:
+    """The ranks of the groups in which finalizing communicates, without those of one rank."""
+    given = {"data": groups.data or default_group(), **{name: getattr(groups, name) for name in SPLITS}}
+    ranks = {name: ranks_of(one) for name, one in given.items() if one is not None}
+    return {name: one for name, one in ranks.items() if len(one) > 1}
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from ppe_ddp.engine.zero.shards import Copies, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
 _DATA = ("dp", "cp", "ep")
-_SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
+SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
 logger = logging.getLogger("ppe_ddp")
 
 
@@ -68,7 +68,7 @@ class ParallelGroups:
     @property
     def split_model(self) -> bool:
         """Whether ranks of these groups have different parts of the model."""
-        parents = [getattr(self, name) for name in (*_SPLITS, "expert_tensor")]
+        parents = [getattr(self, name) for name in (*SPLITS, "expert_tensor")]
         return self.expert is not None or any(one is not None and dist.get_world_size(one) > 1 for one in parents)
 
     def check(self, default_group: ProcessGroup) -> None:
@@ -132,9 +132,10 @@ def _group_of(*ranks: int) -> ProcessGroup:
     # new_group() would change the names of later groups on these ranks alone. And of a mesh that is a slice of another
     # one, ranks of other slices would make groups of the same name, and get the messages of these.
     made = kept_with(default_group(), _Made)
-    made[ranks] += 1
     name = f"ppe_ddp/mesh/{'-'.join(map(str, ranks))}/{made[ranks]}"
-    return new_group_named(name, [*ranks], None, None, None)
+    group = new_group_named(name, [*ranks], None, None, None)
+    made[ranks] += 1  # behind it: a rank that has raised tries the same name again
+    return group
 
 
 def _ends_of_pipelines(mesh: DeviceMesh) -> ProcessGroup | None:
@@ -319,7 +320,7 @@ class ModelParallel:
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
-        parents = {name: getattr(groups, name) for name in _SPLITS}
+        parents = {name: getattr(groups, name) for name in SPLITS}
         found = {name: one for name, one in parents.items() if one is not None and dist.get_world_size(one) > 1}
         data = groups.data or default_group
         if (found or groups.expert is not None) and dist.get_world_size(data) > 1:

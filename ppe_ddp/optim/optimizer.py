@@ -479,7 +479,7 @@ class DistributedOptimizer(Optimizer):
     def _connect(self) -> None:
         """Connect again if a failure has closed connections, of which one rank may have heard and others not."""
         if (user := self._model.groups.user()) is not None:
-            user.compare()
+            user.compare(self._model.groups)
 
     @contextmanager
     def _telling(self, phase: str, *, but: type[Exception]) -> Generator[None, None, None]:

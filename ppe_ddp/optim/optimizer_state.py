@@ -5,8 +5,7 @@
     exists          layer.weight    1             0: never updated, so the entries in ``state`` are not loaded
     master          layer.weight    1-D DTensor   if the parameter itself is less precise
     param_groups    hyper-parameters, with names in place of parameters
-    layout          layer.weight    the order of its elements
-    part            layer.weight    which part of a model it is that is split over ranks
+    layout          layer.weight    the order of its elements, and of a split model which part it is
 
 Every parameter has all entries before its first step, since torch.distributed.checkpoint loads into existing entries.
 """
@@ -93,14 +92,12 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
                 numel = member.shard.numel
                 held = {k: v.new_zeros(numel) if k in cut else copy.deepcopy(v) for k, v in template.items()}
             state[member.shard.name] = {key: _saved(value, member, model, meshes) for key, value in held.items()}
-    parts = {m.shard.name: part for m in masters if (part := model.copies.part_of(m.shard))}
     return {
         "state": state,
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
         "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
-        "layout": {m.shard.name: _layout(m) for m in masters},
-        **({"part": parts} if parts else {}),
+        "layout": {m.shard.name: _IN_PART.join(filter(None, (_layout(m), _part(m, model)))) for m in masters},
     }
 
 
@@ -186,13 +183,13 @@ class _CheckpointPart:
         self._moves_steps = {name for options in moving for name in options["params"]}
         for master in masters:
             name = master.shard.name
-            expected, saved = _layout(master), checkpoint["layout"][name]
+            expected, (saved, _, part) = _layout(master), checkpoint["layout"][name].partition(_IN_PART)
             if saved != expected:
                 raise ValueError(
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
                     "give it the shape and memory format with which it was saved"
                 )
-            _check_part(name, checkpoint.get("part", {}).get(name, ""), model.copies.part_of(master.shard))
+            _check_part(name, part, _part(master, model))
             if int(checkpoint["exists"][name]):
                 self.state[master.index] = {}
                 for key, value in checkpoint["state"][name].items():
@@ -298,8 +295,8 @@ def _check_part(name: str, saved: str, own: str) -> None:
             raise ValueError(
                 f"the state of {name!r} is that of number {places[whole]} of {whole}, and this rank is number {place}, "
                 "which has another parameter of that name: let each rank save and load a file of its own, or give "
-                "torch.distributed.checkpoint a folder for each part of the model, and process_group=groups.data (if "
-                "names are unique, and parameters have moved to another stage, delete 'part' from the state)"
+                "torch.distributed.checkpoint a folder for each part of the model, and process_group=groups.data. (If "
+                f"its names are unique, and it has only moved, cut off what follows {_IN_PART!r} in state['layout'].)"
             )
 
 
@@ -320,5 +317,12 @@ def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
     return master.weight.dtype if state.is_floating_point() else state.dtype
 
 
+_IN_PART = " in part "
+
+
 def _layout(master: MasterWeight) -> str:
     return f"{master.shard.spec.shape} strides {master.shard.spec.stride}"
+
+
+def _part(master: MasterWeight, model: ShardedModel) -> str:
+    return model.copies.part_of(master.shard)
