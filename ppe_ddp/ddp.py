@@ -410,7 +410,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         - Do not call it after the backward has ended, for instance if the optimizer's step raises: it would give up the
           next step.
         - In place of the first forward of a copy it makes the engine, for which it waits for the other ranks.
-        - With ``LocalSGD`` or ``DiLoCo`` it counts an inner step that this rank leaves out, after any error.
+        - With ``LocalSGD`` or ``DiLoCo`` it counts an inner step that this rank leaves out, by an error before its end.
         """
         reducer = self._reducer or self._ready()  # a copy has no engine yet, and the others make theirs in this step
         for outer_steps in [*self._outer_steps]:

@@ -224,7 +224,8 @@ def check_arguments(
         if isinstance(part, torch.jit.ScriptModule):
             raise TypeError(
                 f"{f'submodule {name!r}' if name else 'the module'} was made by torch.jit, whose tables are in "
-                "C++, where this library cannot see changes: wrap the module as it was, or compile it (torch.compile)"
+                "C++, where this library cannot see changes: wrap the module as it was, or keep a part that is not "
+                "trained out of the module, as in a list"
             )
     for title, function, arguments in (
         ("reduce_function", reduce_function, ("bucket", "group")),

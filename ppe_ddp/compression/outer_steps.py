@@ -358,7 +358,8 @@ class OuterSteps:
                 of_others = {name: one.grad for name, one in parameters.items() if one not in updated}
                 for name, parameter in parameters.items():
                     parameter.grad = self._change(name, parameter)
-                digests = {name: digest_of(one) for name, (_, one) in self._last.items()}
+                met = reducer is not None and reducer.groups.world_size > 1
+                digests = {name: digest_of(one) for name, (_, one) in self._last.items()} if met else {}
             except BaseException as error:
                 self._tell(error)
                 raise

@@ -74,7 +74,7 @@ class ReachedParameters:
         self._trainable = trainable
         self.refresh([i for i, here in enumerate(trainable) if here and i not in self._nodes])
 
-    def indices(self, *, has_accumulated: bool = False) -> list[int]:
+    def indices(self, *, has_accumulated: bool = False, watches: bool = True) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
 
         Two kinds are missing: parameters that an inner graph task reaches (reentrant checkpoints), and parameters whose
@@ -83,10 +83,8 @@ class ReachedParameters:
         ``has_accumulated`` says that this graph task has accumulated a gradient, so that it is no ``autograd.grad``.
         Raises TorchChangedError if autograd refuses to answer then.
         """
-        with without_torch_function():  # as watch_thawed(), without a call
-            trainable = list(map(REQUIRES_GRAD, self._parameters))
-        if trainable != self._trainable:
-            self._watch(trainable)
+        if watches:
+            self.watch_thawed()
         try:
             return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
         except RuntimeError as error:

@@ -246,8 +246,8 @@ class OuterOracle:
                 mean = self._sent(name, clear[0].values[name])
             if momentum:
                 velocity = mean.clone() if velocity is None else velocity.mul(momentum).add_(mean)
-                self.velocity[name], mean = velocity, mean.add(velocity, alpha=momentum)
-            values[name] = self.last[name].add(mean, alpha=-lr)
+                self.velocity[name], mean = velocity, mean.add(velocity.mul(momentum))
+            values[name] = self.last[name].sub(mean.mul(lr))
             if clear and (compressed or not self.is_exact):
                 raise_where(place, differences({name: clear[0].values[name]}, {name: values[name]}, exact=False))
                 values[name] = clear[0].values[name]  # rounding does not pile up
