@@ -717,7 +717,8 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
     module = nn.Linear(2, 2)
     ddp = SimpleNamespace(module=module, train_apart=lambda: None, _used=fail, _outer_steps=[], _negotiate=True)
     synchronizer = SimpleNamespace(handed_over=0, negotiation=SimpleNamespace(use_plug=lambda *_: None))
-    ddp._reducer = SimpleNamespace(synchronizer=synchronizer, begin_step=lambda: None)
+    groups = SimpleNamespace(world_size=2)
+    ddp._reducer = SimpleNamespace(synchronizer=synchronizer, groups=groups, begin_step=lambda: None)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     LocalSGD(ddp, optimizer, every=1)
     with pytest.raises(UnusableError, match=r"was destroyed\. If you no longer use it, call stop\(\) of its LocalSGD"):

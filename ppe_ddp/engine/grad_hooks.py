@@ -77,14 +77,17 @@ class ReachedParameters:
     def indices(self, *, has_accumulated: bool = False, watches: bool = True) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
 
-        Two kinds are missing: parameters that an inner graph task reaches (reentrant checkpoints), and parameters whose
+        Those that require gradients only by now are among them if it ``watches``. Two kinds are missing: parameters that an inner graph task reaches (reentrant checkpoints), and parameters whose
         graph has a node from before a cast. ``autograd.grad`` accumulates nothing, so the list is empty for it.
 
         ``has_accumulated`` says that this graph task has accumulated a gradient, so that it is no ``autograd.grad``.
         Raises TorchChangedError if autograd refuses to answer then.
         """
-        if watches:
-            self.watch_thawed()
+        if watches:  # as watch_thawed(), without a call
+            with without_torch_function():
+                trainable = list(map(REQUIRES_GRAD, self._parameters))
+            if trainable != self._trainable:
+                self._watch(trainable)
         try:
             return list(compress(self._nodes, map(self._is_executed, self._nodes.values())))
         except RuntimeError as error:
