@@ -77,9 +77,9 @@ class ReachedParameters:
     def indices(self, *, has_accumulated: bool = False, watches: bool = True) -> list[int]:
         """The parameters that the graph task running on this thread will reach.
 
-        Those that require gradients only by now are among them if it ``watches``. Two kinds are missing: parameters that
-        an inner graph task reaches (reentrant checkpoints), and parameters whose graph has a node from before a cast.
-        ``autograd.grad`` accumulates nothing, so the list is empty for it.
+        If it ``watches``, those that require gradients only by now are among them. Two kinds are missing: parameters
+        that an inner graph task reaches (reentrant checkpoints), and parameters whose graph has a node from before a
+        cast. ``autograd.grad`` accumulates nothing, so the list is empty for it.
 
         ``has_accumulated`` says that this graph task has accumulated a gradient, so that it is no ``autograd.grad``.
         Raises TorchChangedError if autograd refuses to answer then.
