@@ -336,6 +336,14 @@ def test_a_rank_without_samples_still_sends_what_it_had_written():
 
 
 @on_two_ranks
+def test_buffers_that_a_copy_gets_before_its_first_forward_are_broadcast():
+    twin = copy.deepcopy(DistributedDataParallel(seeded(nn.Linear, 4, 2)))
+    twin.module.register_buffer("scale", torch.full((1,), float(dist.get_rank())))
+    twin(torch.ones(1, 4)).sum().backward()
+    assert of_all_ranks(twin.module.scale.item()) == [0.0, 0.0]
+
+
+@on_two_ranks
 def test_a_copy_sends_what_its_original_had_written():
     wrapper, x = DistributedDataParallel(Chosen()), torch.ones(1, 3)
     with wrapper.no_sync():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import ppe_ddp as plain
 from one_process import data, seeded
 from ppe_ddp import NonFiniteGradientError, PeerAbortedError, UnusableError, average
 from ppe_ddp.engine.failures import LostRanks
@@ -466,3 +467,25 @@ def test_compile_a_whole_step_with_its_synchronization(options):
         expected = mean_of(model.module, *passes)
         hold(model, expected)
     torch._dynamo.reset()
+
+
+@on_two_ranks
+def test_another_wrapper_that_has_listed_a_part_as_frozen_leaves_it_to_this_one():
+    """As a critic that looks at features does, whose own layers are trained by it."""
+    trunk, rank = seeded(nn.Linear, 4, 4).requires_grad_(False), dist.get_rank()
+    critic = plain.DistributedDataParallel(nn.Sequential(trunk, seeded(nn.Linear, 4, 1)))
+    critic(torch.ones(1, 4)).sum().backward()
+    trunk.requires_grad_(True)
+    model = DistributedDataParallel(None, DistributedDataParallelConfig(overlap_grad_reduce=True), trunk)
+    for _ in range(2):
+        model.zero_grad_buffer()
+        before = critic._reducer.groups.step
+        model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        finalize_model_grads([model])
+        assert trunk.weight.main_grad.unique().tolist() == [1.5]
+        assert critic._reducer.groups.step == before  # it sends nothing
+        trunk.requires_grad_(False)
+        critic.zero_grad()
+        critic(torch.full((1, 4), 1.0 + rank)).sum().backward()
+        assert critic.module[1].bias.grad.item() == 1.0
+        trunk.requires_grad_(True)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from collections import deque
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -17,7 +18,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from library_warnings import library_warnings
 from one_process import Routes, assert_same_on_all_ranks, data, mlp, of_all_ranks, seeded
-from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError, average, weigh
+from ppe_ddp import (
+    Checkpointer,
+    DisagreementError,
+    DistributedDataParallel,
+    PeerAbortedError,
+    UnusableError,
+    average,
+    weigh,
+)
 from ppe_ddp.compression import Compressor, DiLoCo, ErrorFeedback, Int8, LocalSGD, TopK, Uncompressed
 from ppe_ddp.compression.outer_steps import OuterSteps
 from rank_tests import on_three_ranks, on_two_ranks
@@ -1024,18 +1033,28 @@ def test_ranks_that_would_go_on_from_other_values_are_told_so(change):
         assert number < EVERY - 1 or same_on_all_ranks(net)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
 @on_two_ranks
-def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path):
-    rank = dist.get_rank()
+def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path, resumes):
+    def made():
+        net = mlp(8, 16, 4)
+        torch.nn.init.constant_(net[0].bias, rank)
+        wrapper = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return {"model": wrapper, "optimizer": optimizer, "outer": LocalSGD(wrapper, optimizer, every=2)}
+
+    rank, done = dist.get_rank(), 3 if resumes else 0  # between two outer steps
+    if resumes:
+        before = made()
+        deque(steps(before["model"], before["optimizer"], done), maxlen=0)
+        Checkpointer(tmp_path / "saved", before).save(done)
     dist.destroy_process_group()
-    net = mlp(8, 16, 4)
-    torch.nn.init.constant_(net[0].bias, rank)
-    wrapper = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    LocalSGD(wrapper, optimizer, every=2)
+    parts = made()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
-    for number in steps(wrapper, optimizer, 4):
-        assert number % 2 == 0 or same_on_all_ranks(net)
+    if resumes:
+        Checkpointer(tmp_path / "saved", parts).load()
+    for number in steps(parts["model"], parts["optimizer"], 4):
+        assert (number + done) % 2 == 0 or same_on_all_ranks(parts["model"].module)
 
 
 @on_two_ranks
