@@ -436,6 +436,7 @@ class Synchronizer(ABC):
         """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
 
         If there are several groups, it can compare in one ``only``.
+
         After a failure all ranks connect again, also those that had completed the step before they hear of it.
         """
         while True:

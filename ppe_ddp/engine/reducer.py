@@ -262,8 +262,7 @@ class Reducer(Generic[C]):
 
         Either it reaches a parameter that no other wrapper has, or it reaches an output: a graph may use no parameter.
         """
-        with self._lock:
-            reached = self._arrivals.reached(watches=False) if self._parameters else ()
+        reached = self._arrivals.reached(watches=False) if self._parameters else ()
         return self.shared.has_alone(self._parameters[i] for i in reached) or self._forwards.will_be_reached()
 
     @staticmethod
