@@ -4,20 +4,34 @@ Where it cannot, every rank has an error that names the rank, the parameter and 
 """
 
 import copy
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from one_process import Routes, assert_same_on_all_ranks, data, gradients, mean_of, mlp, of_all_ranks, seeded, square
+from one_process import (
+    Routes,
+    assert_gradients,
+    assert_same_on_all_ranks,
+    data,
+    gradients,
+    mean_of,
+    mlp,
+    of_all_ranks,
+    seeded,
+    square,
+)
 from ppe_ddp import DisagreementError, DistributedDataParallel, PeerAbortedError, UnusableError
 from ppe_ddp.backends.shared_memory.shared_reservation import shared_memory
 from ppe_ddp.compression import Compressor, RandomK, WarmUp
+from ppe_ddp.engine import completion
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
 from ppe_ddp.optim import DistributedOptimizer
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
+from test_shared_wrappers import expected, loss_of, run, tied_weights, wrapped
 
 STEPS = 14  # the bucket size is chosen after ten
 WAYS = [(2, 0, 3, 1), (1, 4, 2), (3, 0)]  # not in the order of registration, so that there is an order to learn
@@ -490,3 +504,47 @@ def test_no_rank_has_a_gradient_in_a_step_that_is_left_out_though_one_has_listed
         module[0].bias.requires_grad_(step < 2 or rank == 0)
         (wrapper(data(5, 3, step=step)).sum() * (torch.nan if step == 2 and rank == 0 else 1)).backward()
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("is_started", [False, True], ids=["in its backward", "started by hand"])
+@on_three_ranks
+def test_a_rank_that_has_frozen_what_is_shared_ends_both_wrappers_in_the_order_of_the_others(is_started):
+    wrappers, rank = wrapped(tied_weights(2)), dist.get_rank()
+    models = [wrapper.module for wrapper in wrappers]
+    run(wrappers, [[(0, 1)]] * 3)
+    want = expected(models, [[(0, 1)], [(0, 1)], []], 1)
+    twins = copy.deepcopy(models)
+    twins[0].tied.requires_grad_(False)
+    if not is_started:
+        loss_of(twins, (0, 1), 2, 1).backward()
+    own = [gradients(twin) for twin in twins]
+    for wrapper in wrappers:
+        wrapper.zero_grad()
+    models[0].tied.requires_grad_(rank != 2)
+    losses = [loss_of(wrappers, [k], rank, 1) for k in (0, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:  # it sees both masks at once, but rank 0 that of the second wrapper first
+            patch.setattr(completion, "_await_any", late(completion._await_any, 0, 0.6))
+        if rank == 2:
+            first = wrappers[0]._reducer.synchronizer
+            patch.setattr(first, "start_negotiation", late(first.start_negotiation, 0.3))
+        if rank < 2 or not is_started:
+            sum(losses).backward()  # autograd begins with the second one
+        else:
+            for wrapper in reversed(wrappers):
+                wrapper.start_grad_sync()
+            for wrapper in wrappers:
+                wrapper.finish_grad_sync()
+    for model, table, there in zip(models, want, own, strict=True):
+        assert_gradients(model, {n: mean if there[n] is None else mean + there[n] / 3 for n, mean in table.items()})
+
+
+def late(function, *seconds):
+    """The function, whose first calls sleep for so long before."""
+    left = iter(seconds)
+
+    def call(*args):
+        time.sleep(next(left, 0))
+        return function(*args)
+
+    return call

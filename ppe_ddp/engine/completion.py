@@ -190,8 +190,8 @@ class SharedParameters:
             return False
         return any(other._is_used or other._number > self._number for other in others)
 
-    def turn(self) -> Turn | None:
-        """The turn of a synchronization that begins now; None if it shares nothing with another wrapper.
+    def turn(self, *, is_manual: bool = False) -> Turn | None:
+        """The turn of a synchronization that begins now, by a call if it ``is_manual``; None if it shares nothing.
 
         Raises:
             UnusableError: As :meth:`check`.
@@ -204,12 +204,12 @@ class SharedParameters:
                 other.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
-        # A parameter that only this rank has frozen takes turns on the other ranks. A gradient that it still has here
-        # is averaged, so this rank must take turns as well. One that was unfrozen may get a gradient from the other
-        # wrapper, which lists its module anew in its next forward.
-        frozen = (one for common in list(self._frozen.values()) for one in common)
-        if any(one.requires_grad or one.grad is not None for one in frozen):
-            return Turn(self)
+        # A parameter that only this rank has frozen takes turns on the other ranks. This rank tells them if it may end
+        # both wrappers, else two of them could begin with different ones. A gradient that is still here is averaged.
+        # What was unfrozen may get a gradient from the other wrapper, which lists its module in its next forward.
+        for other, common in list(self._frozen.items()):
+            if is_manual or other._is_used or any(one.requires_grad or one.grad is not None for one in common):
+                return Turn(self)
         self._is_used = False
         return None
 

@@ -531,7 +531,7 @@ class Reducer(Generic[C]):
                     f"rank {self.groups.rank}: a synchronization is under way already: call finish_grad_sync() first"
                 )
             self.groups.check()
-            turn = self.shared.turn()
+            turn = self.shared.turn(is_manual=True)
             self._user_grad_hooks.defer()
             self.synchronizer.begin_step()
             self._backward = backward = Backward(self._names, is_manual=True, silent=silent, turn=turn)
