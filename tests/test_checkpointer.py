@@ -509,14 +509,15 @@ def test_outer_steps_that_are_not_saved_are_an_error():
     outer = LocalSGD(model, optimizer, every=2)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    for name, part in {"model": model, "optimizer": optimizer}.items():
+    for name, part in {"model": model, "optimizer": optimizer, "module": model.module}.items():
         checkpointer = Checkpointer(shared_folder(), {name: part})
         with pytest.raises(CheckpointError, match=f"'{name}' is trained by a LocalSGD, which is not among"):
             checkpointer.save(1)
     outer.synchronize()
-    of_all = Checkpointer(shared_folder(), {"model": model})  # all ranks have the same
-    of_all.save(2)
-    assert of_all.load().step == 2
+    for part in (model, model.module):  # all ranks have the same
+        of_all = Checkpointer(shared_folder(), {"model": part})
+        of_all.save(2)
+        assert of_all.load().step == 2
 
 
 @pytest.mark.parametrize("lazy", [0, 1])

@@ -34,7 +34,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     part_of,
 )
 from ppe_ddp.compression.comm_state import fitting_state
-from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of
+from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
@@ -294,7 +294,7 @@ class Checkpointer:
         """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
-            apart = [one for one in getattr(what, "_outer_steps", ()) if saves and one.is_between]
+            apart = [one for one in outer_steps_over(what) if saves and one.is_between]
             for outer in [*outer_steps_of(what), *apart]:
                 if not any(outer is one for one in given):
                     raise ValueError(

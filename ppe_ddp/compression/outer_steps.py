@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class OuterSteps:
     updates whole parameters, so it is no ``DistributedOptimizer``. Accelerate's will do, as ``prepare()`` returns it.
     Arguments are those of :class:`DiLoCo`.
     """
+
+    _all: ClassVar[weakref.WeakSet[OuterSteps]] = weakref.WeakSet()
 
     def __init__(
         self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, lr: float = 1.0, momentum: float = 0.0
@@ -170,6 +172,7 @@ class OuterSteps:
                     self._last = {**other._last}
                 other._forget_others()
         self._compare()
+        self._all.add(self)
 
     def _shared_with(self, other: OuterSteps) -> str | None:
         """A parameter of which ``other``, too, would take an outer step. Averaging twice does no harm."""
@@ -513,6 +516,12 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
     optimizer = _stepping(optimizer)
     found: list[OuterSteps] = vars(optimizer).get("outer_steps", []) if isinstance(optimizer, Optimizer) else []
     return found
+
+
+def outer_steps_over(module: object) -> list[OuterSteps]:
+    """The OuterSteps in use that average parameters of ``module``, also of a part of a wrapped one."""
+    in_use = [one for one in list(OuterSteps._all) if one in one._ddp._outer_steps]
+    return [one for one in in_use if isinstance(module, nn.Module) and one.is_of(module)]
 
 
 def _stepping(optimizer: Any) -> Any:
