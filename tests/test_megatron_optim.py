@@ -267,6 +267,54 @@ def test_ranks_agree_on_inf_though_their_gradients_have_other_dtypes():
         assert torch.equal(before, module[1].weight) == bool(bad)
 
 
+class Chunk(torch.nn.Module):
+    """A part of a pipeline of which one chunk a rank has the word embedding."""
+
+    share_embeddings_and_output_weights = True
+
+    def __init__(self, *, has_word):
+        super().__init__()
+        self.own = torch.nn.Parameter(torch.ones(3))
+        self.word = torch.nn.Parameter(torch.ones(3)) if has_word else None
+
+    def shared_embedding_or_output_weight(self):
+        return self.word
+
+    def forward(self, factor):
+        return (self.own * factor).sum() + (0.0 if self.word is None else self.word.sum())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@on_two_ranks
+def test_inf_in_one_chunk_of_a_pipeline_skips_the_step_of_all_chunks(clips):
+    """Copies of the word embedding are in the first chunk of the first stage and the last chunk of the last stage."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    groups = ParallelGroups(data=alone, pipeline=dist.group.WORLD, embedding=dist.group.WORLD)
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    chunks = [
+        DistributedDataParallel(None, config, Chunk(has_word=number == rank), groups=groups) for number in range(2)
+    ]
+    optimizers = [optim.DistributedOptimizer(torch.optim.SGD, one, lr=0.25, weight_decay=1.0) for one in chunks]
+    for step in range(5):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number, chunk in enumerate(chunks):
+            chunk.zero_grad_buffer()
+            scaler.scale(chunk(float("inf") if step == rank + 2 * number else 1.0)).backward()
+        finalize_model_grads(chunks)
+        for optimizer in optimizers if clips else ():
+            scaler.unscale_(optimizer)
+        if clips:
+            optim.clip_grad_norm_(optimizers, 100.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (4.0 if step == 4 else 2.0)
+        for name, parameter in chunks[rank].module.named_parameters():
+            moved = 0.75 if name == "word" else 0.5
+            assert parameter.unique().tolist() == [1.0 - moved if step == 4 else 1.0]
+
+
 @pytest.mark.parametrize("has_experts", [True, False])
 @on_two_ranks
 def test_a_scaler_needs_as_many_optimizers_on_each_stage(has_experts):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
 from ppe_ddp import (
     Checkpointer,
+    CheckpointError,
     DisagreementError,
     DistributedOptimizer,
     NonFiniteGradientError,
@@ -426,6 +427,42 @@ def test_a_checkpointer_saves_the_parts_of_a_split_model_apart(tmp_path):
         model.module.weight.zero_()
     assert checkpointer.load().step == 1
     assert torch.equal(model.module.weight, before)
+
+
+@on_two_ranks
+def test_all_parts_of_a_split_model_go_on_from_one_step(tmp_path):
+    """Of a job that is killed as it saves, some parts have a later checkpoint than others."""
+    rank = dist.get_rank()
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, nn.Linear(4, 2), groups=groups)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model, lr=0.1)
+
+    def checkpointer(case, **options):
+        own, parts = tmp_path / case / f"{rank}", {"optimizer": optimizer, "model": model}
+        return Checkpointer(own, parts, process_group=groups.data, **options)
+
+    def saved(case, *steps, **options):
+        for step in steps:
+            with torch.no_grad():
+                model.module.weight.fill_(step)
+            checkpointer(case, **options).save(step)
+        dist.barrier()
+        return checkpointer(case)
+
+    later = saved("killed", 1, 2, *[3, 4] * (rank == 0))  # the last three are kept
+    assert later.load().step == 2
+    assert model.module.weight.unique().tolist() == [2.0]
+    assert later.load(4) is None  # on both
+    assert saved("killed at the first", *[1] * rank).load() is None
+    with pytest.raises(CheckpointError, match="no step of which all parts of the model have a checkpoint"):
+        saved("kept one", *[1, 2][: 2 - rank], keep=1).load()
+    damaged = saved("damaged", 1, *[2] * rank)
+    if rank == 0:
+        next((tmp_path / "damaged" / "0").glob("*-step-1/*.distcp")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="damaged"):
+        damaged.load()
+    assert Checkpointer(tmp_path / "killed" / f"{rank}", {"optimizer": optimizer}, process_group=groups.data).load()
 
 
 @pytest.mark.parametrize("overlap", [True, False])

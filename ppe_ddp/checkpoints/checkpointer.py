@@ -36,6 +36,7 @@ from ppe_ddp.checkpoints.saved_parts import (
 from ppe_ddp.compression.comm_state import fitting_state
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
+from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
 
@@ -139,6 +140,23 @@ def _refuse_split(name: str, wrapper: Any, count: int) -> None:
         )
 
 
+def _told(steps: list[int], error: CheckpointError | None) -> list[int]:
+    """What this rank tells ranks with other parts of the model: ``steps``, or ``error``, which they raise as well."""
+    if error is not None:
+        raise error
+    return steps
+
+
+def _other_parts(parts: Iterable[Any]) -> list[LoadGroup]:
+    """The groups of ranks with other parts of the model, which have Checkpointers of their own; none if it is whole."""
+    from ppe_ddp.sharding.load_group import LoadGroup
+
+    models = [one._model if isinstance(one, DistributedOptimizer) else one for one in parts]
+    found = [getattr(getattr(one, "gradient_buffers", one), "copies", None) for one in models]
+    splits = [one.parents[1:] for one in found if isinstance(one, Copies)]
+    return [LoadGroup(parent) for parent in splits[0]] if splits else []
+
+
 class Checkpointer:
     """Saves a training, so that it can be killed at any moment and loses only the steps since the last save.
 
@@ -201,6 +219,7 @@ class Checkpointer:
         self._ranks, rank, parts = ranks, ranks.rank, self._given
         for name, what in parts.items():
             _refuse_split(name, what, ranks.size)
+        self._others = _other_parts(parts.values())
         self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
         wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
@@ -332,6 +351,8 @@ class Checkpointer:
     def load(self, step: int | None = None) -> Restored | None:
         """Load the newest checkpoint that is not damaged; all ranks call it together.
 
+        Of a model that is split, each part of which has a folder, it is the newest of a step that all parts have.
+
         If another number of ranks saved it, states of single ranks are not loaded, with a warning. A module that was
         saved between two outer steps is then the average of all ranks'.
 
@@ -349,7 +370,7 @@ class Checkpointer:
         from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
 
         self._follow()
-        name = self._intact(step)
+        name = self._common(step)
         if name is None:
             return None
         folder = self._folder.path / name.text
@@ -402,13 +423,48 @@ class Checkpointer:
                 f", nor {', '.join(differing)}, whose states differ between ranks" if differing else "",
             )
 
-    def _intact(self, step: int | None) -> CheckpointName | None:
-        """The newest checkpoint that no rank finds damaged, each of which looks at some of the files."""
+    def _common(self, step: int | None) -> CheckpointName | None:
+        """The newest checkpoint that is not damaged, of a step of which all parts of a split model have such a one.
+
+        The job may have been killed when some parts were saved, and others not.
+        """
+        latest: int | None = None
+        while True:
+            name, error = None, None
+            try:
+                name = self._intact(step, latest)
+            except CheckpointError as damaged:
+                error = damaged
+            first, last = [-1 if name is None else name.step] * 2
+            for others in self._others:  # one after another, they reach all ranks of the model
+                try:
+                    told = others.from_each(partial(_told, [first, last], error))
+                    first, last = min(one for one, _ in told), max(one for _, one in told)
+                except CheckpointError as theirs:
+                    error = error or theirs
+            if error is not None:
+                raise error
+            if first == last or (latest is None and first < 0):
+                if first < last and self._ranks.is_source:
+                    logger.warning("nothing is loaded: ranks with another part of the model have no checkpoint")
+                return name if first == last else None
+            if first < 0:
+                raise CheckpointError(
+                    f"there is no step of which all parts of the model have a checkpoint ({self._folder.path} has "
+                    f"{self.steps()}): with keep=1 they are lost if a job is killed when some parts were saved"
+                )
+            latest = first
+
+    def _intact(self, step: int | None, latest: int | None) -> CheckpointName | None:
+        """The newest checkpoint that no rank finds damaged, each of which looks at some of the files.
+
+        It is of ``step``, and of no later one than ``latest``, if these are given.
+        """
         from ppe_ddp.checkpoints.checkpoint_files import CheckpointName
 
         listed = self._ranks.from_source(lambda: [list(name) for name in self._folder.complete()])
         names = [CheckpointName(*one) for one in listed]
-        names = [name for name in names if step in (None, name.step)]
+        names = [name for name in names if step in (None, name.step) and (latest is None or name.step <= latest)]
         damages: list[str] = []
         for name in reversed(names):
             answers = self._ranks.from_each(partial(self._folder.damage, name.text, self._ranks.rank, self._ranks.size))
@@ -423,7 +479,7 @@ class Checkpointer:
         if damages:
             raise CheckpointError(f"no checkpoint in {self._folder.path} is whole: {'; '.join(damages)}")
         others = [f"{self._folder.path} of step {one}" for _, _, one in listed] or self._folder.nearby()
-        if self._ranks.is_source and others:
+        if self._ranks.is_source and others and latest is None:
             which = "" if step is None else f" of step {step}"
             logger.warning(
                 "nothing is loaded: %s has no checkpoint%s; there is one in %s",

@@ -504,6 +504,11 @@ class BufferSynchronizer(Synchronizer):
             elif any(aborted) and self.model_parallel.tells_all:  # finalizing raises, even if no other rank reports
                 self.error = self._failed_here("was given up")
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether the averages that this rank has have neither infinity nor NaN."""
+        return all(bucket.is_finite for bucket in self._buckets)
+
     def raise_if_bad(self) -> None:
         """Raise the error of any rank since the last call, once."""
         failure, error = self.failure, self.error

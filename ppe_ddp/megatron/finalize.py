@@ -133,7 +133,8 @@ def finalize_model_grads(
         sums = getattr(config, "moe_router_enable_expert_bias", False)
         given = [] if num_tokens is None else ["num_tokens"]
         described = {name: [*(one.described() for one in shared), *given] for name, shared in plan.items()}
-        parallel.agree(described, [chunk.gradient_buffers.model_parallel for chunk in chunks], sums=sums)
+        of_chunks = [chunk.gradient_buffers.model_parallel for chunk in chunks]
+        parallel.agree(described, of_chunks, sums=sums, has_inf=_has_inf(chunks, parallel))
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:
@@ -245,6 +246,17 @@ def _of_ends(
     chunk = chunks[-1] if is_last or (has_predictions and not is_first) else chunks[0]
     index = chunk.gradient_buffers.gradients.index.get(id(weight_of(chunk.module, config)))
     return [] if index is None else [_Shared(weight_of.__name__, [(chunk.gradient_buffers, index)])]
+
+
+def _has_inf(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> bool:
+    """Whether averages of this rank are not finite, if a GradScaler must skip the optimizers of all chunks together.
+
+    Stages have copies of one parameter in different chunks, which would come to differ.
+    """
+    if not chunks[1:] or parallel.group("pipeline") is None:
+        return False
+    states = [chunk.gradient_buffers for chunk in chunks]
+    return any(state.model_parallel.optimizer_of and not state.is_finite for state in states)
 
 
 def _with_main_grad(chunk: DistributedDataParallel) -> list[tuple[str, nn.Parameter, int]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ppe_ddp.compression.comm_state import CommState
-from ppe_ddp.compression.compressor import Compressor
+from ppe_ddp.compression.compressor import Compressor, are_finite
 from ppe_ddp.compression.compressor_reduction import CompressorReduction, warn_of_one_machine
 from ppe_ddp.contracts import ReduceFunction
 from ppe_ddp.engine.bucket import BucketContext, DenseBucket
@@ -399,6 +399,11 @@ class BufferBucket(DenseBucket):
         self._is_reduced = False
         self._carried: Tensor | None = None
         self._message: tuple[Tensor, list[Tensor]] | None = None  # memory of the all-reduce, and the slots there
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the averages that this rank has, if any, have neither infinity nor NaN."""
+        return not self._is_reduced or are_finite([self._averaged_part])
 
     def reset(self) -> None:
         self._is_reduced = False

@@ -101,6 +101,11 @@ class Copies:
     def note_optimizer(self, names: Iterable[str]) -> None:  # here, all ranks have the same optimizers
         """Note that a distributed optimizer was made for the parameters with these ``names``."""
 
+    @property
+    def has_inf(self) -> bool:
+        """Whether a gradient of another optimizer of the model is not finite, with which this one has to be skipped."""
+        return False
+
     def check_scaling(self) -> None:  # here, all ranks have the same optimizers
         """Check that all ranks have as many optimizers, in each of which a GradScaler looks for inf on all of them."""
 
