@@ -89,9 +89,47 @@ def test_the_trainer_with_backwards_by_hand():
     assert_trained(module.net, trained_alone(6))
 
 
+@pytest.mark.parametrize("leaves", [False, True], ids=["unfrozen", "without parameters"])
+@on_two_ranks
+def test_a_backward_by_hand_of_what_was_unfrozen_for_it_or_of_no_parameter(leaves):
+    """As a discriminator is frozen for the generator's loss, and unfrozen for its own in the next step."""
+    module, rank = lightning_module(by_hand=True), dist.get_rank()
+    plain = module.training_step
+
+    def training_step(batch, batch_idx):
+        module.net.requires_grad_(True)
+        if leaves and leaves_out(batch_idx, rank):
+            module.optimizers().zero_grad()
+            module.manual_backward(torch.ones(1, requires_grad=True).sum())
+            module.manual_backward(torch.ones(1, requires_grad=True).sum())
+            module.optimizers().step()
+        else:
+            plain(batch, batch_idx)
+        module.net.requires_grad_(False)
+
+    module.training_step = training_step
+    with started_by_torchrun():
+        trainer().fit(module, DataLoader(indices(6), batch_size=None))
+    assert_trained(module.net, trained_without_losses(6) if leaves else trained_alone(6))
+
+
 def leaves_out(step, rank):
     """Whether a rank has no loss: never, alone, or as all have none."""
     return (step, rank) in {(1, 0), (2, 1), (3, 0), (3, 1)}
+
+
+def trained_without_losses(count, accumulated=1):
+    """`trained_alone` without the losses that :func:`leaves_out`."""
+    alone = made()
+    optimizer = sgd(alone)
+    for step in range(count):
+        for other in range(dist.get_world_size()):
+            if not leaves_out(step, other):
+                (alone.loss(2 * step + other) / 2 / accumulated).backward()
+        if (step + 1) % accumulated == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return alone.state_dict()
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -103,16 +141,7 @@ def test_a_rank_without_a_loss_takes_the_averages_of_the_others(accumulated):
     loader = DataLoader(indices(6), batch_size=None)
     with started_by_torchrun():
         trainer(accumulate_grad_batches=accumulated).fit(module, loader)
-    alone = made()
-    optimizer = sgd(alone)
-    for step in range(6):
-        for other in range(dist.get_world_size()):
-            if not leaves_out(step, other):
-                (alone.loss(2 * step + other) / 2 / accumulated).backward()
-        if (step + 1) % accumulated == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_trained(module.net, alone.state_dict())
+    assert_trained(module.net, trained_without_losses(6, accumulated))
 
 
 @pytest.mark.parametrize("fewer", [1, 0])

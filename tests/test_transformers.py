@@ -203,6 +203,29 @@ def test_saved_resumed_and_loaded_without_a_wrapper(tmp_path):
     assert_trained(loaded.net, trained_alone(6))
 
 
+def train_alone(folder):
+    """The body of the only rank of a job."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    trainer = trained(Path(folder), 3, counts_items=True, gradient_accumulation_steps=2, logging_steps=1)
+    alone = made()
+    optimizer = sgd(alone)
+    for k in (0, 2, 4):
+        loss = sum(alone.loss(i) * items_of(i) for i in (k, k + 1)) / sum(map(items_of, (k, k + 1)))
+        assert trainer.state.log_history[k // 2]["loss"] == pytest.approx(loss.item(), rel=1e-3)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_trained(trainer.model.net, alone.state_dict())
+
+
+def test_one_process_that_torchrun_has_started(tmp_path):
+    program = f"import test_transformers; test_transformers.train_alone({str(tmp_path)!r})"
+    folder = Path(__file__).parent
+    command = [sys.executable, "-c", program]
+    code, _, errors = run(command, timeout=90, environment={"PYTHONPATH": f"{folder.parent}:{folder}"})
+    assert code == 0, errors
+
+
 def train_under_mpirun(folder):
     """The body of a rank that mpirun has started."""
     trainer = trained(Path(folder), 2)

@@ -26,6 +26,7 @@ from torch import nn
 from typing_extensions import override
 
 from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.torch_internals import uncompiled
 
 __all__ = ["FabricStrategy", "TrainerStrategy"]
 
@@ -73,6 +74,18 @@ class TrainerStrategy(_Strategy, TrainerBase):
     def block_backward_sync(self) -> AbstractContextManager[None]:
         """A context in which backwards are not synchronized."""
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    @override
+    @uncompiled
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Let a backward that ``training_step`` calls, and that comes through no output of the wrapper, begin here.
+
+        So a rank whose loss uses no parameter takes part, and what ``training_step`` has unfrozen is averaged.
+        """
+        if self.lightning_module.automatic_optimization or not isinstance(self.model, DistributedDataParallel):
+            return
+        if (reducer := self.model._ready()) is not None:
+            reducer.watch(closure_loss, is_training=True)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
