@@ -147,6 +147,48 @@ def test_a_training_goes_on_with_the_other_wrapper_and_after_none():
         assert all(map(torch.equal, saved["model"].parameters(), loaded["model"].parameters()))
 
 
+@on_two_ranks
+def test_what_a_compressor_has_kept_since_a_checkpoint_without_one_is_dropped():
+    folder, dense = shared_folder(), seeded(nn.Linear, 8, 8)
+    plain = megatron.DistributedDataParallel(None, megatron.DistributedDataParallelConfig(), dense)
+    Checkpointer(folder, {"model": plain}).save(0)
+    compressor = ErrorFeedback(TopK(0.1, min_numel=1))
+    model = megatron.DistributedDataParallel(
+        None, megatron.DistributedDataParallelConfig(), seeded(nn.Linear, 8, 8), reduce_function=compressor
+    )
+    model(torch.randn(4, 8)).square().sum().backward()
+    model.finish_grad_sync()
+    assert model.comm_state_dict()[0]["parameters"]
+    Checkpointer(folder, {"model": model}).load()
+    assert not model.comm_state_dict()[0]["parameters"]
+
+
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compressed": True}], ids=lambda options: "".join(options))
+def test_a_training_goes_back_after_a_step_that_failed_and_on_bit_by_bit(three_ranks, folder, options):
+    three_ranks.run(go_back_after_a_failure, folder, options, timeout=150)
+
+
+def go_back_after_a_failure(folder, options):
+    training = NoisyTraining(folder, **options)
+    training.step(5)
+    training.checkpointer.save(5)
+    training.step(6)
+    expected = training.bits()
+    training.optimizer.zero_grad()
+    outputs = training.model(torch.randn(8, 6))
+    if dist.get_rank() == 1:
+        outputs.register_hook(divide_by_zero)
+    with pytest.raises((ZeroDivisionError, PeerAbortedError)):
+        outputs.square().mean().backward()
+    assert training.checkpointer.load().step == 5
+    training.step(6)
+    assert same(expected, training.bits())
+
+
+def divide_by_zero(_gradient):
+    raise ZeroDivisionError
+
+
 def test_another_number_of_ranks_goes_on_with_model_and_optimizer(three_ranks, folder):
     three_ranks.run(go_on_with_two, folder, timeout=150)
 

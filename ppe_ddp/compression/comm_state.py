@@ -294,7 +294,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
-        return here
+        return {**here, "parameters": {}} if here else here
     if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
     if saved["rank"] == 0:

@@ -205,6 +205,7 @@ class Negotiation:
         self._learned_field = b""  # ... and its digest
         self._before, self._after = bytes(groups.rank), bytes(groups.world_size - groups.rank - 1)  # a byte a rank
         self._generation = groups.generation
+        self._is_loaded = False  # whether what is learned was loaded since the failure that closed the connections
         self.sends_by_node = False
         """Whether a gradient of one node only is sent by that node. The same on all ranks."""
         self.has_compressor = False
@@ -317,10 +318,15 @@ class Negotiation:
         return MaskExchange(self._exchanger, digest, fields)
 
     def _restart(self) -> None:
-        """Start over with new connections, and forget what was learned: a failure may have kept it from some ranks."""
+        """Start over with new connections, and forget what was learned: a failure may have kept it from some ranks.
+
+        What was loaded since the failure is kept. If a rank has loaded before it heard of that, all ranks forget.
+        """
         self._generation = self._groups.generation
         self._exchanger = MaskExchanger(self._groups)
-        self._forget()
+        if not self._is_loaded:
+            self._forget()
+        self._is_loaded = False
 
     def _digest_of_learned(self) -> bytes:
         """The digest of all that plans and the next learning step depend on; cached, as it rarely changes."""
@@ -413,7 +419,7 @@ class Negotiation:
 
     def order_state(self) -> dict[str, Any]:
         """The learned order of arrival, by names; the initial state if the ranks have to connect again."""
-        if self._groups.is_closed:
+        if self._groups.is_closed and not self._is_loaded:
             self._forget()
         names = self._module_state.names
         return {
@@ -437,6 +443,7 @@ class Negotiation:
         if chosen is not None and self._packing.measured:
             self._packing = replace(self._packing, bucket_bytes=chosen, measured=False)
         self._repack(self._packing)
+        self._is_loaded = self._groups.is_closed or self._generation != self._groups.generation
 
     def _lines(self, local: bytes | bytearray = b"", *, buffers: Sequence[str] | None = None) -> list[str]:
         """Everything that must be the same on all ranks, one line each; of the last mask's ``buffers`` if None."""
