@@ -546,15 +546,17 @@ def test_modules_get_the_versions_with_which_they_were_saved(tmp_path):
 
 @on_two_ranks
 def test_outer_steps_that_are_not_saved_are_an_error():
-    model = DistributedDataParallel(nn.Linear(2, 2))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = LocalSGD(model, optimizer, every=2)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    for name, part in {"model": model, "optimizer": optimizer, "module": model.module}.items():
+    parts = {"model": model, "optimizer": optimizer, "module": model.module, "head": model.module[1]}
+    for name, part in parts.items():
         checkpointer = Checkpointer(shared_folder(), {name: part})
         with pytest.raises(CheckpointError, match=f"'{name}' is trained by a LocalSGD, which is not among"):
             checkpointer.save(1)
+    Checkpointer(shared_folder(), {"frozen": model.module[0]}).save(1)
     outer.synchronize()
     for part in (model, model.module):  # all ranks have the same
         of_all = Checkpointer(shared_folder(), {"model": part})

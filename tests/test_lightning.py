@@ -101,7 +101,7 @@ def test_a_backward_by_hand_of_what_was_unfrozen_for_it_or_of_no_parameter(leave
         if leaves and leaves_out(batch_idx, rank):
             module.optimizers().zero_grad()
             module.manual_backward(torch.ones(1, requires_grad=True).sum())
-            module.manual_backward(torch.ones(1, requires_grad=True).sum())
+            module.manual_backward(torch.zeros((), requires_grad=True))
             module.optimizers().step()
         else:
             plain(batch, batch_idx)

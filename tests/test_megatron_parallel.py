@@ -1,6 +1,7 @@
 """Data parallelism beside tensor, sequence, pipeline and expert parallelism: the gradients of one process."""
 
 import itertools
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -442,27 +443,43 @@ def test_all_parts_of_a_split_model_go_on_from_one_step(tmp_path):
         own, parts = tmp_path / case / f"{rank}", {"optimizer": optimizer, "model": model}
         return Checkpointer(own, parts, process_group=groups.data, **options)
 
-    def saved(case, *steps, **options):
+    def saved(case, *steps, lost=(), **options):
+        """A Checkpointer behind these `steps`; this rank was killed before it had saved those that are `lost`."""
         for step in steps:
             with torch.no_grad():
                 model.module.weight.fill_(step)
             checkpointer(case, **options).save(step)
+        for step in lost:
+            shutil.rmtree(next((tmp_path / case / f"{rank}").glob(f"*-step-{step}")))
         dist.barrier()
         return checkpointer(case)
 
-    later = saved("killed", 1, 2, *[3, 4] * (rank == 0))  # the last three are kept
+    later = saved("killed", 1, 2, 3, 4, lost=[3, 4] * rank)  # the last three are kept
     assert later.load().step == 2
     assert model.module.weight.unique().tolist() == [2.0]
     assert later.load(4) is None  # on both
-    assert saved("killed at the first", *[1] * rank).load() is None
-    with pytest.raises(CheckpointError, match="no step of which all parts of the model have a checkpoint"):
-        saved("kept one", *[1, 2][: 2 - rank], keep=1).load()
-    damaged = saved("damaged", 1, *[2] * rank)
+    later.save(3)
+    assert len(later.steps()) == 2, "those of which the other rank has none are removed"
+    last = saved("killed", 3, lost=[] if rank else [3])
+    assert last.load().step == 3
+    assert model.module.weight.unique().tolist() == [2.0], "another checkpoint of step 3"
+    assert saved("killed at the first", 1, lost=[1] * rank).load() is None
+    with pytest.raises(CheckpointError, match="is there of all parts of the model"):
+        saved("all lost", 1, 2, lost=[1, 2] * rank).load()
+    with pytest.raises(CheckpointError, match="with keep=1 they are lost"):
+        saved("kept one", 1, 2, keep=1 + rank, lost=[2] * rank).load()
+    damaged = saved("damaged", 1, 2, lost=[] if rank else [2])
     if rank == 0:
         next((tmp_path / "damaged" / "0").glob("*-step-1/*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="damaged"):
         damaged.load()
-    assert Checkpointer(tmp_path / "killed" / f"{rank}", {"optimizer": optimizer}, process_group=groups.data).load()
+    last = checkpointer("killed")
+    if rank == 0:
+        last._folder.next_number = lambda: (_ for _ in ()).throw(OSError("the disk is gone"))
+    with pytest.raises(CheckpointError, match="OSError: the disk is gone"):
+        last.save(9)  # on both, before either has begun
+    alone = Checkpointer(tmp_path / "killed" / f"{rank}", {"optimizer": optimizer}, process_group=groups.data)
+    assert alone.load().step == 3
 
 
 @pytest.mark.parametrize("overlap", [True, False])

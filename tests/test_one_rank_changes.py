@@ -539,6 +539,29 @@ def test_a_rank_that_has_frozen_what_is_shared_ends_both_wrappers_in_the_order_o
         assert_gradients(model, {n: mean if there[n] is None else mean + there[n] / 3 for n, mean in table.items()})
 
 
+@on_two_ranks
+def test_a_wrapper_that_shares_what_is_frozen_is_started_by_hand_beside_a_backward_of_another_one():
+    models, rank = tied_weights(2), dist.get_rank()
+    models[0].tied.requires_grad_(False)
+    first, _, other = wrapped([*models, seeded(nn.Linear, 3, 2)])
+    for step in range(2):
+        want = [
+            expected([one.module], [[(0,)] if one is other or not r else [] for r in (0, 1)], step)
+            for one in (first, other)
+        ]
+        first.zero_grad()
+        other.zero_grad()
+        if rank == 0:
+            loss_of([first], [0], rank, step).backward()
+        else:
+            first.start_grad_sync()
+        loss_of([other], [0], rank, step).backward()
+        if rank:
+            first.finish_grad_sync()
+        for one, (table,) in zip((first, other), want, strict=True):
+            assert_gradients(one.module, table)
+
+
 def late(function, *seconds):
     """The function, whose first calls sleep for so long before."""
     left = iter(seconds)

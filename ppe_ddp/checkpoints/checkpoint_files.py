@@ -115,11 +115,14 @@ class CheckpointFolder:
         like = difflib.get_close_matches(self.path.name, [name for name in names if name != self.path.name])
         return [above / name for name in like if CheckpointFolder(above / name).complete()]
 
-    def begin(self, step: int) -> str:
+    def next_number(self) -> int:
+        """The number of the next checkpoint."""
+        return max((name.number for name in self.complete()), default=0) + 1
+
+    def begin(self, number: int, step: int) -> str:
         """Make an empty partial checkpoint, and remove older partial ones. Returns its name."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.discard(*filter(_PARTIAL.fullmatch, os.listdir(self.path)))
-        number = max((name.number for name in self.complete()), default=0) + 1
         partial = f".{number:06}-step-{step}.{secrets.token_hex(4)}.partial"
         (self.path / partial).mkdir()
         return partial

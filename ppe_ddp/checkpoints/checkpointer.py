@@ -7,11 +7,11 @@ import operator
 import os
 import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from ppe_ddp.compression.comm_state import fitting_state
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
-from ppe_ddp.errors import CheckpointError, DisagreementError
+from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from ppe_ddp.checkpoints.checkpoint_files import CheckpointName, Digest
     from ppe_ddp.sharding.load_group import LoadGroup
 
+_T = TypeVar("_T")
 logger = logging.getLogger("ppe_ddp")
 
 _POSITION = "position"
@@ -140,21 +141,36 @@ def _refuse_split(name: str, wrapper: Any, count: int) -> None:
         )
 
 
-def _told(steps: list[int], error: CheckpointError | None) -> list[int]:
-    """What this rank tells ranks with other parts of the model: ``steps``, or ``error``, which they raise as well."""
+def _of_step(step: int | None) -> str:
+    return "" if step is None else f" of step {step}"
+
+
+def _raised(error: Exception | None, told: list[list[int]]) -> list[list[int]]:
+    """Raise ``error``, else return what is ``told``."""
     if error is not None:
         raise error
-    return steps
+    return told
+
+
+def _place_of(name: CheckpointName | None) -> list[int]:
+    """The place of a checkpoint among those of its folder, in which all parts of a split model have the same ones."""
+    return [0, 0] if name is None else [name.number, name.step]
 
 
 def _other_parts(parts: Iterable[Any]) -> list[LoadGroup]:
-    """The groups of ranks with other parts of the model, which have Checkpointers of their own; none if it is whole."""
+    """The groups of ranks with other parts of the model, which have Checkpointers of their own; none if it is whole.
+
+    One for the optimizer of experts stands apart, as some stages may have no experts.
+    """
     from ppe_ddp.sharding.load_group import LoadGroup
 
-    models = [one._model if isinstance(one, DistributedOptimizer) else one for one in parts]
-    found = [getattr(getattr(one, "gradient_buffers", one), "copies", None) for one in models]
-    splits = [one.parents[1:] for one in found if isinstance(one, Copies)]
-    return [LoadGroup(parent) for parent in splits[0]] if splits else []
+    splits: list[Sequence[ProcessGroup]] = []
+    for one in parts:
+        state = one._model if isinstance(one, DistributedOptimizer) else getattr(one, "gradient_buffers", None)
+        copies = getattr(state, "copies", None)
+        if isinstance(copies, Copies) and getattr(one, "group", copies.parents[0]) is copies.parents[0]:
+            splits.append(copies.parents[1:])
+    return [LoadGroup(parent) for parent in max(splits, key=len, default=())]
 
 
 class Checkpointer:
@@ -260,6 +276,7 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
+        number = self._next_number()  # here, no part of a split model can have failed alone
         self._follow()
         entries: dict[str, Any] = {}
         of_entries: dict[str, int] = {}
@@ -270,9 +287,9 @@ class Checkpointer:
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
-            if (number := int(operator.index(step))) < 0:
-                raise ValueError(f"step is how many steps were taken, not {number}")
-            return [number, list(self._parts), [one.is_between for one in outer_steps]]
+            if (count := int(operator.index(step))) < 0:
+                raise ValueError(f"step is how many steps were taken, not {count}")
+            return [count, list(self._parts), [one.is_between for one in outer_steps]]
 
         def collect(name: str, what: Any) -> None:
             own = own_part(name, what, outer_steps, between, self._ranks.rank)
@@ -288,7 +305,7 @@ class Checkpointer:
         for name, what in self._given.items():  # one after another, as some communicate
             self._ranks.from_each(partial(collect, name, what))
         self._add_differing(entries, of_entries)
-        begun = self._ranks.from_source(lambda: self._folder.begin(step))
+        begun = self._ranks.from_source(lambda: self._folder.begin(number, step))
         folder = self._folder.path / begun
         try:
             write_entries(entries, folder, self._ranks)
@@ -302,6 +319,12 @@ class Checkpointer:
         if self._ranks.is_source:
             self._folder.prune(self._keep, self._damaged)
         return path
+
+    def _next_number(self) -> int:
+        """The number of the next checkpoint, the same of all parts of a split model."""
+        find = partial(self._ranks.from_source, self._folder.next_number)
+        _, _, (highest,) = self._of_all_parts(find, lambda number: [number])
+        return highest
 
     def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, int]) -> None:
         """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
@@ -351,7 +374,7 @@ class Checkpointer:
     def load(self, step: int | None = None) -> Restored | None:
         """Load the newest checkpoint that is not damaged; all ranks call it together.
 
-        Of a model that is split, each part of which has a folder, it is the newest of a step that all parts have.
+        Of a split model, each part of which has a folder, it is the newest one that all parts have saved together.
 
         If another number of ranks saved it, states of single ranks are not loaded, with a warning. A module that was
         saved between two outer steps is then the average of all ranks'.
@@ -423,48 +446,66 @@ class Checkpointer:
                 f", nor {', '.join(differing)}, whose states differ between ranks" if differing else "",
             )
 
+    def _of_all_parts(
+        self, find: Callable[[], _T], place_of: Callable[[_T], list[int]]
+    ) -> tuple[_T, list[int], list[int]]:
+        """What ``find`` returns, with the lowest and the highest place of what it returns for any part of the model.
+
+        An error of one part is raised for all: none is left in a collective that the others do not call.
+        """
+        found: list[_T] = []
+        places: list[list[int]] = []
+        error: Exception | None = None
+        try:
+            found = [find()]
+            places = [place_of(found[0])]
+        except (CheckpointError, CommunicationError) as own:
+            error = own
+        for others in self._others:  # one after another, they reach all ranks of the model
+            try:
+                told = others.from_each(partial(_raised, error, places))
+                places = sorted(place for own in told for place in own)
+            except (CheckpointError, CommunicationError) as theirs:
+                error = error or theirs
+        if error is not None:
+            raise error
+        return found[0], places[0], places[-1]
+
     def _common(self, step: int | None) -> CheckpointName | None:
-        """The newest checkpoint that is not damaged, of a step of which all parts of a split model have such a one.
+        """The newest checkpoint that is not damaged, and that all parts of a split model have.
 
         The job may have been killed when some parts were saved, and others not.
         """
         latest: int | None = None
         while True:
-            name, error = None, None
-            try:
-                name = self._intact(step, latest)
-            except CheckpointError as damaged:
-                error = damaged
-            first, last = [-1 if name is None else name.step] * 2
-            for others in self._others:  # one after another, they reach all ranks of the model
-                try:
-                    told = others.from_each(partial(_told, [first, last], error))
-                    first, last = min(one for one, _ in told), max(one for _, one in told)
-                except CheckpointError as theirs:
-                    error = error or theirs
-            if error is not None:
-                raise error
-            if first == last or (latest is None and first < 0):
-                if first < last and self._ranks.is_source:
-                    logger.warning("nothing is loaded: ranks with another part of the model have no checkpoint")
-                return name if first == last else None
-            if first < 0:
+            name, lowest, highest = self._of_all_parts(partial(self._intact, step, latest), _place_of)
+            if lowest == highest:
+                return name
+            if latest is None and lowest[0] == 0 and (highest[0] == 1 or step is not None):
+                if self._ranks.is_source:
+                    logger.warning("nothing is loaded: not all parts of the model have a checkpoint%s", _of_step(step))
+                return None
+            if lowest[0] == 0 or lowest[0] == highest[0]:
                 raise CheckpointError(
-                    f"there is no step of which all parts of the model have a checkpoint ({self._folder.path} has "
+                    f"no checkpoint{_of_step(step)} is there of all parts of the model ({self._folder.path} has "
                     f"{self.steps()}): with keep=1 they are lost if a job is killed when some parts were saved"
                 )
-            latest = first
+            latest = lowest[0]
+            if name is not None and name.number > latest and step is None and self._ranks.is_source:
+                logger.warning("other parts of the model have no %s; going back to a checkpoint before", name.text)
+                # They are of no use without the others, so they are the first to be removed.
+                self._damaged.update(one.text for one in self._folder.complete() if one.number > latest)
 
     def _intact(self, step: int | None, latest: int | None) -> CheckpointName | None:
         """The newest checkpoint that no rank finds damaged, each of which looks at some of the files.
 
-        It is of ``step``, and of no later one than ``latest``, if these are given.
+        It is of ``step``, and has no higher number than ``latest``, if these are given.
         """
         from ppe_ddp.checkpoints.checkpoint_files import CheckpointName
 
         listed = self._ranks.from_source(lambda: [list(name) for name in self._folder.complete()])
         names = [CheckpointName(*one) for one in listed]
-        names = [name for name in names if step in (None, name.step) and (latest is None or name.step <= latest)]
+        names = [name for name in names if step in (None, name.step) and (latest is None or name.number <= latest)]
         damages: list[str] = []
         for name in reversed(names):
             answers = self._ranks.from_each(partial(self._folder.damage, name.text, self._ranks.rank, self._ranks.size))
@@ -480,10 +521,9 @@ class Checkpointer:
             raise CheckpointError(f"no checkpoint in {self._folder.path} is whole: {'; '.join(damages)}")
         others = [f"{self._folder.path} of step {one}" for _, _, one in listed] or self._folder.nearby()
         if self._ranks.is_source and others and latest is None:
-            which = "" if step is None else f" of step {step}"
             logger.warning(
                 "nothing is loaded: %s has no checkpoint%s; there is one in %s",
-                *(self._folder.path, which, ", ".join(map(str, others))),
+                *(self._folder.path, _of_step(step), ", ".join(map(str, others))),
             )
         return None
 

@@ -92,6 +92,7 @@ class OuterSteps:
         self._has_failed = False  # whether the last call was an outer step that has failed
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
+        self._all.add(self)
         given, optimizer = optimizer, self._optimizer
         self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
@@ -172,7 +173,6 @@ class OuterSteps:
                     self._last = {**other._last}
                 other._forget_others()
         self._compare()
-        self._all.add(self)
 
     def _shared_with(self, other: OuterSteps) -> str | None:
         """A parameter of which ``other``, too, would take an outer step. Averaging twice does no harm."""
@@ -519,9 +519,13 @@ def outer_steps_of(optimizer: object) -> list[OuterSteps]:
 
 
 def outer_steps_over(module: object) -> list[OuterSteps]:
-    """The OuterSteps in use that average parameters of ``module``, also of a part of a wrapped one."""
+    """The OuterSteps of a wrapper, or those in use that average some parameters of another ``module``."""
+    own: list[OuterSteps] | None = getattr(module, "_outer_steps", None)
+    if own is not None or not isinstance(module, nn.Module):
+        return own or []
+    parameters = set(module.parameters())
     in_use = [one for one in list(OuterSteps._all) if one in one._ddp._outer_steps]
-    return [one for one in in_use if isinstance(module, nn.Module) and one.is_of(module)]
+    return [one for one in in_use if any(parameter in parameters for parameter, _ in one._last.values())]
 
 
 def _stepping(optimizer: Any) -> Any:

@@ -204,9 +204,8 @@ class SharedParameters:
                 other.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
-        # A parameter that only this rank has frozen takes turns on the other ranks. This rank tells them if it may end
-        # both wrappers, else two of them could begin with different ones. A gradient that is still here is averaged.
-        # What was unfrozen may get a gradient from the other wrapper, which lists its module in its next forward.
+        # What only this rank has frozen takes turns on the others, which could begin with different wrappers if this
+        # rank ended both without. A gradient still here is averaged, and one unfrozen may get the other wrapper's.
         for other, common in list(self._frozen.items()):
             if is_manual or other._is_used or any(one.requires_grad or one.grad is not None for one in common):
                 return Turn(self)
@@ -270,8 +269,9 @@ class Turn:
         return self._state is _State.HELD
 
     def is_complete_in(self, turns: Iterable[Turn]) -> bool:
-        """Whether each wrapper that goes apart from this one has its turn in ``turns``."""
+        """Whether each wrapper that goes apart from this one, and may end with it, has its turn in ``turns``."""
         own, there = self._shared, {turn._shared for turn in turns}
+        there.update(other for other in list(own._frozen) if not other._is_used)
         return all(other in there for other in list(SharedParameters._all) if own.goes_apart_from(other))
 
     @property

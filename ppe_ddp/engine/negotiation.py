@@ -418,7 +418,7 @@ class Negotiation:
         recorder.control_nbytes += sums.nbytes
 
     def order_state(self) -> dict[str, Any]:
-        """The learned order of arrival, by names; the initial state if the ranks have to connect again."""
+        """The learned order of arrival, by names; the initial one behind a failure, until another one is loaded."""
         if self._groups.is_closed and not self._is_loaded:
             self._forget()
         names = self._module_state.names
@@ -434,6 +434,9 @@ class Negotiation:
 
         Parameters that are missing in it come last.
         """
+        is_behind_failure = self._groups.is_closed or self._generation != self._groups.generation
+        if is_behind_failure:
+            self._forget()
         index = {name: i for i, name in enumerate(self._module_state.names)}
         learned = [index[name] for name in state["learned"] if name in index]
         order = [index.pop(name) for name in state["order"] if name in index]
@@ -443,7 +446,7 @@ class Negotiation:
         if chosen is not None and self._packing.measured:
             self._packing = replace(self._packing, bucket_bytes=chosen, measured=False)
         self._repack(self._packing)
-        self._is_loaded = self._groups.is_closed or self._generation != self._groups.generation
+        self._is_loaded = is_behind_failure
 
     def _lines(self, local: bytes | bytearray = b"", *, buffers: Sequence[str] | None = None) -> list[str]:
         """Everything that must be the same on all ranks, one line each; of the last mask's ``buffers`` if None."""

@@ -77,15 +77,17 @@ class TrainerStrategy(_Strategy, TrainerBase):
 
     @override
     @uncompiled
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Let a backward that ``training_step`` calls, and that comes through no output of the wrapper, begin here.
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the backward; one that ``training_step`` calls, so through no output of the wrapper, begins at its loss.
 
-        So a rank whose loss uses no parameter takes part, and what ``training_step`` has unfrozen is averaged.
+        So a rank whose loss uses no parameter takes part, and what ``training_step`` has unfrozen is averaged. All
+        ranks call as many, but for those in ``block_backward_sync()``.
         """
-        if self.lightning_module.automatic_optimization or not isinstance(self.model, DistributedDataParallel):
-            return
-        if (reducer := self.model._ready()) is not None:
-            reducer.watch(closure_loss, is_training=True)
+        is_by_hand = not self.lightning_module.automatic_optimization
+        reducer = self.model._ready() if is_by_hand and isinstance(self.model, DistributedDataParallel) else None
+        if reducer is not None:
+            closure_loss = reducer.watch(closure_loss, is_training=True)
+        return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

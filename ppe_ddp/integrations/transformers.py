@@ -60,7 +60,7 @@ class TrainerMixin:
         """Whether :func:`ppe_ddp.weigh` can divide by the items, as ``Trainer`` would: once a step, in our wrapper."""
         is_own = getattr(self.compute_loss, "__func__", None) is not transformers.Trainer.compute_loss
         is_own = is_own or self.compute_loss_func is not None
-        # One process enters no no_sync().
+        # With one process Accelerate does not enter no_sync(), so each micro-batch would end a step.
         has_others = self.accelerator.num_processes > 1 and isinstance(self.model_wrapped, DistributedDataParallel)
         is_each_synchronized = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         return has_others and not (is_own or is_each_synchronized)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -133,8 +134,8 @@ def finalize_model_grads(
         sums = getattr(config, "moe_router_enable_expert_bias", False)
         given = [] if num_tokens is None else ["num_tokens"]
         described = {name: [*(one.described() for one in shared), *given] for name, shared in plan.items()}
-        of_chunks = [chunk.gradient_buffers.model_parallel for chunk in chunks]
-        parallel.agree(described, of_chunks, sums=sums, has_inf=_has_inf(chunks, parallel))
+        parallel.agree(described, [chunk.gradient_buffers.model_parallel for chunk in chunks], sums=sums)
+        _share_infinity(chunks, parallel)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
             if groups_of_name is not None:
@@ -248,15 +249,21 @@ def _of_ends(
     return [] if index is None else [_Shared(weight_of.__name__, [(chunk.gradient_buffers, index)])]
 
 
-def _has_inf(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> bool:
-    """Whether averages of this rank are not finite, if a GradScaler must skip the optimizers of all chunks together.
+def _share_infinity(chunks: Sequence[DistributedDataParallel], parallel: ModelParallel) -> None:
+    """Let a GradScaler skip the optimizers of all chunks together, if it looks for inf in those of a pipeline.
 
     Stages have copies of one parameter in different chunks, which would come to differ.
     """
     if not chunks[1:] or parallel.group("pipeline") is None:
-        return False
-    states = [chunk.gradient_buffers for chunk in chunks]
-    return any(state.model_parallel.optimizer_of and not state.is_finite for state in states)
+        return
+    states = [weakref.ref(chunk.gradient_buffers) for chunk in chunks]
+
+    @cache
+    def has_inf() -> bool:
+        return any((state := one()) is not None and not state.is_finite for one in states)
+
+    for chunk in chunks:
+        chunk.gradient_buffers.model_parallel.has_inf = has_inf
 
 
 def _with_main_grad(chunk: DistributedDataParallel) -> list[tuple[str, nn.Parameter, int]]:

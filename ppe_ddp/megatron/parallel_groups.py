@@ -244,9 +244,8 @@ class CopiesOfParameters(Copies):
                 "that a stage lacks. Give each stage as many, or train without a GradScaler (in bfloat16)"
             )
 
-    @property
     def has_inf(self) -> bool:
-        return self._parallel.has_inf
+        return self._parallel.has_inf()
 
     def leave(self, error: BaseException) -> None:
         self._parallel.leave(error)
@@ -321,8 +320,8 @@ class ModelParallel:
             a number that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
             :meth:`agree`.
-        has_inf: Whether some gradient of some rank and chunk is not finite, in a pipeline of several chunks a rank; set
-            by :meth:`agree`.
+        has_inf: Tells whether an average of some chunk of this rank is not finite, if there are several chunks in a
+            pipeline; looks once after each finalization, which sets it.
     """
 
     def __init__(self, groups: ParallelGroups, default_group: ProcessGroup) -> None:
@@ -342,7 +341,7 @@ class ModelParallel:
         self.has_failed_update = False
         self.optimizer_of: dict[str, int] = {}
         self.optimizers_of_ranks = 0, 0
-        self.has_inf = False
+        self.has_inf: Callable[[], bool] = bool
 
     @property
     def tells_all(self) -> bool:
@@ -398,15 +397,12 @@ class ModelParallel:
         group = groups.control if is_vote else groups.buckets
         self.communicate(groups, partial(dist.all_reduce, tensor, op, group=group, async_op=True), tensor.device)
 
-    def agree(
-        self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool, has_inf: bool
-    ) -> None:
+    def agree(self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool) -> None:
         """Wait until all ranks have come here, and check that the ranks of each group are about to send the same.
 
         If a failure has closed the groups, it first connects again; the wrappers have done that before, in any order.
         ``described`` has by group a line for each gradient that is sent. ``sums`` tells whether anything else is
-        summed. ``of_chunks`` has the ModelParallel of each chunk of the model; :attr:`has_inf` of all of them becomes
-        true if ``has_inf`` is on any rank.
+        summed. ``of_chunks`` has the ModelParallel of each chunk of the model.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
@@ -419,7 +415,7 @@ class ModelParallel:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most, has_inf], device="cpu")
+            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most], device="cpu")
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
@@ -429,10 +425,10 @@ class ModelParallel:
             groups.note(Activity.BUCKET)  # all ranks have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])
-            fewest, most, has_inf = -int(extremes[4]), int(extremes[5]), bool(extremes[6])
+            fewest, most = -int(extremes[4]), int(extremes[5])
         for one in of_chunks:  # all ranks have been told
             one.has_failed_update = False
-            one.optimizers_of_ranks, one.has_inf = (fewest, most), has_inf
+            one.optimizers_of_ranks = fewest, most
         if failed >= 0:
             self._agreed = DisagreementError(
                 f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "

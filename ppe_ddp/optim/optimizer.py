@@ -651,8 +651,8 @@ class ScaleCheck:
             return
         for other in self._found[:-1]:
             found.copy_(found.maximum(other.to(found.device)))
-        if self.copies.has_inf:
-            found.fill_(1.0)  # on every rank
+        if self.copies.has_inf():
+            found.fill_(1.0)
         self.copies.check_scaling()
         with self.copies.agreeing():
             self.copies.all_reduce(found, dist.ReduceOp.MAX)

@@ -101,9 +101,8 @@ class Copies:
     def note_optimizer(self, names: Iterable[str]) -> None:  # here, all ranks have the same optimizers
         """Note that a distributed optimizer was made for the parameters with these ``names``."""
 
-    @property
     def has_inf(self) -> bool:
-        """Whether a gradient of another optimizer of the model is not finite, with which this one has to be skipped."""
+        """Whether this rank has infinity or NaN in gradients of another optimizer, with which this one is skipped."""
         return False
 
     def check_scaling(self) -> None:  # here, all ranks have the same optimizers
