@@ -331,9 +331,13 @@ def _update_routers(
 
 
 def _routers(chunks: Sequence[DistributedDataParallel], config: object) -> list[Any]:
-    """The modules with an expert bias, if the configuration asks for its updates."""
+    """The modules with an expert bias, if the configuration asks for its updates; one for each bias.
+
+    A module around a router, as of ``torch.compile``, passes its attributes on.
+    """
     is_updated = getattr(config, "moe_router_enable_expert_bias", False)
-    return [one for one in _modules(chunks) if getattr(one, "expert_bias", None) is not None] if is_updated else []
+    found = [one for one in _modules(chunks) if getattr(one, "expert_bias", None) is not None] if is_updated else []
+    return [*{id(one.expert_bias): one for one in found}.values()]
 
 
 def _modules(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
