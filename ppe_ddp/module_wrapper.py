@@ -5,6 +5,7 @@ State dicts of torch's wrapper, whose names begin with ``module.``, load as well
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
@@ -24,6 +25,15 @@ from ppe_ddp.torch_internals import (
     set_metadata,
 )
 
+_PPE = "pytorch_pfn_extras.training._transform_model"
+
+
+def _let_ppe_unwrap() -> None:
+    """Let ppe's Trainer look into our wrappers as into its own, so that what modules report has the same names."""
+    kinds = getattr(sys.modules.get(_PPE), "PpeDistributedDataParallel", ())
+    if isinstance(kinds, type):  # else that is done already, or this ppe has no such name
+        vars(sys.modules[_PPE])["PpeDistributedDataParallel"] = (kinds, ModuleWrapper)
+
 
 class ModuleWrapper(nn.Module):
     """Holds ``module``, which must not be a wrapper; the state dict is the module's own, without a prefix."""
@@ -35,6 +45,7 @@ class ModuleWrapper(nn.Module):
                 "would average every gradient: wrap its .module, or leave one of the two out"
             )
         super().__init__()
+        _let_ppe_unwrap()
         self.module = module
         # A function, as a method would keep the wrapper and its hooks alive until garbage collection.
         super().register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ class Reporting(nn.Module):
     def forward(self, index):
         import pytorch_pfn_extras as ppe
 
+        ppe.reporting.report({"index": float(index)}, self)
         if not self.training:
             ppe.reporting.report({"seen": float(index)})
         return {"loss": self.net.loss(index)}
@@ -74,3 +75,4 @@ def test_trained_evaluated_and_resumed(tmp_path):
     if dist.get_rank() == 0:
         report = trainer.manager.get_extension("LogReport").log[-1]
         assert report["seen"] == 15  # the mean over the ranks
+        assert report["main/index"] == 8, "the names are as with ppe's wrapper"
