@@ -204,8 +204,8 @@ class SharedParameters:
                 other.take_turns()
         if self._others or (self.places and any(map(self.goes_apart_from, list(self._with_places)))):
             return Turn(self)
-        # What only this rank has frozen takes turns on the others, which could begin with different wrappers if this
-        # rank ended both without. A gradient still here is averaged, and one unfrozen may get the other wrapper's.
+        # Other ranks may not have frozen it, and take turns: if this one ended both wrappers without, two of the others
+        # could begin with different ones. A gradient that is still here, or that the other wrapper brings, is averaged.
         for other, common in list(self._frozen.items()):
             if is_manual or other._is_used or any(one.requires_grad or one.grad is not None for one in common):
                 return Turn(self)
