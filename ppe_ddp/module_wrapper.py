@@ -16,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import (
+    COMPILED,
     IGNORED_NAMES,
+    is_wrapped_by_compile,
     loading_metadata,
     mark_ignored,
     metadata_of,
@@ -94,7 +96,10 @@ class ModuleWrapper(nn.Module):
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tells ``torch.distributed.checkpoint.state_dict`` that names in the state dict lack ``module.``."""
         rename_in_checkpoints(_without_wrappers)
-        return {name.split(".")[0]: "module" for name in self.module.state_dict(keep_vars=True)}
+        held = [self.module]
+        if is_wrapped_by_compile(self.module):
+            held.append(self.module.get_submodule(COMPILED))
+        return {name.split(".")[0]: "module" for one in held for name in one.state_dict(keep_vars=True)}
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -158,8 +163,11 @@ def _without_prefix(state_dict: Mapping[str, Any], own: Collection[str]) -> Mapp
     return result
 
 
-def _without_wrappers(model: nn.Module, name: str) -> str:
-    """The name in ``model.state_dict()`` of the parameter that ``named_parameters()`` calls ``name``."""
+def _without_wrappers(model: nn.Module, name: str, is_own: bool) -> str:
+    """The name in ``model.state_dict()`` of the parameter that ``named_parameters()`` calls ``name``.
+
+    Unless ``is_own``, that is without the ``_orig_mod.`` of what is directly in a wrapper; torch removes all others.
+    """
     kept: list[str] = []
     parts, here = name.split("."), model
     while parts:
@@ -167,6 +175,8 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
             if parts[0] == "module" and _has(here, parts):
                 parts = parts[1:]
             here = here.get_submodule("module")
+            if not is_own and parts[:1] == [COMPILED] and is_wrapped_by_compile(here):
+                here, parts = here.get_submodule(COMPILED), parts[1:]
         else:
             kept.append(parts[0])
             here, parts = getattr(here, parts[0], here), parts[1:]

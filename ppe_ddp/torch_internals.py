@@ -266,7 +266,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def before_compiling(name: str) -> str:
     """The name that a parameter or buffer had before ``torch.compile(module)``."""
-    return name.replace("_orig_mod.", "")
+    return name.replace(f"{COMPILED}.", "")
 
 
 def is_ignored(name: str, ignored: Collection[str]) -> bool:
@@ -276,7 +276,16 @@ def is_ignored(name: str, ignored: Collection[str]) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` was compiled in place, or is the result of ``torch.compile``."""
-    return module._compiled_call_impl is not None or "_orig_mod" in child_table(module)
+    return module._compiled_call_impl is not None or is_wrapped_by_compile(module)
+
+
+COMPILED = "_orig_mod"
+"""The name of the module that ``torch.compile(module)`` has been given in the one that it returns."""
+
+
+def is_wrapped_by_compile(module: nn.Module) -> bool:
+    """Whether ``module`` is the result of ``torch.compile``."""
+    return COMPILED in child_table(module)
 
 
 def metadata_of(state_dict: object) -> dict[str, Any] | None:
@@ -306,8 +315,11 @@ CHECKPOINT_NAMES = "_fqn_modifiers"
 """The method that tells ``torch.distributed.checkpoint.state_dict`` which names a module's state dict leaves out."""
 
 
-def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
-    """Let ``torch.distributed.checkpoint.state_dict`` call a parameter ``rename(module, name)``.
+def rename_in_checkpoints(rename: Callable[[nn.Module, str, bool], str]) -> None:
+    """Let ``torch.distributed.checkpoint.state_dict`` call a parameter ``rename(module, name, is_own)``.
+
+    ``is_own`` is True where torch asks for the name in the state dict, which has ``_orig_mod.`` for what
+    ``torch.compile`` has wrapped; the names that it gives to users have none.
 
     It names the state of optimizers by ``named_parameters()``, and removes the prefix of a wrapper only for torch's own
     classes; there it does not ask :data:`CHECKPOINT_NAMES`. Only the first call in a process has an effect.
@@ -320,7 +332,8 @@ def rename_in_checkpoints(rename: Callable[[nn.Module, str], str]) -> None:
         return
 
     def names_of(model: nn.Module, name: str, *arguments: Any, **keywords: Any) -> set[str]:
-        return torchs(model, rename(model, name), *arguments, **keywords)
+        is_own = keywords.get("skip_compiler_prefix") is False
+        return torchs(model, rename(model, name, is_own), *arguments, **keywords)
 
     names["_get_fqns"], names["ppe_ddp_renames"] = names_of, rename
 

@@ -121,6 +121,44 @@ def test_states_are_those_of_torchs_class(kind):
     assert_same(get_model_state_dict(model, options=frozen), get_model_state_dict(torchs, options=frozen))
 
 
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+WAYS = {
+    "inside": lambda wrapper: wrapper(compiled(Named())),
+    "inside and outside": lambda wrapper: compiled(wrapper(compiled(Named()))),
+    "in a larger one": lambda wrapper: compiled(Larger(wrapper(compiled(Named())))),
+}
+
+
+def stepped(model):
+    """An optimizer with state, without a forward, which would be compiled."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_two_ranks
+def test_names_are_those_of_torchs_class_where_modules_are_compiled(way):
+    model, torchs = WAYS[way](DistributedDataParallel), WAYS[way](TorchDDP)
+    full = StateDictOptions(full_state_dict=True, strict=False)  # what has another name is left out, silently
+    state = get_state_dict(model, stepped(model), options=full)
+    for part, wanted in zip(state, get_state_dict(torchs, stepped(torchs), options=full), strict=True):
+        assert list(part) == list(wanted)
+    assert list(state[1]["state"]) == [name for name in state[0] if "scale" not in name]
+    values = {name: value.clone() for name, value in state[0].items()}
+    for other in (torchs, WAYS[way](DistributedDataParallel)):
+        optimizer = stepped(other)
+        parts = copy.deepcopy(state)
+        set_state_dict(other, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1], options=full)
+        assert_same(dict(get_model_state_dict(other)), values)
+        assert_same(get_state_dict(other, optimizer, options=full)[1]["state"], state[1]["state"])
+
+
 @on_two_ranks
 def test_states_load_into_another_wrapper():
     model = DistributedDataParallel(Branches())
