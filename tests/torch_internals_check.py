@@ -298,7 +298,8 @@ def try_is_compiled():  # compiling itself, at the first call, takes seconds
 
 
 def try_COMPILED():
-    return internals.child_table(torch.compile(module := nn.Linear(1, 1), backend="eager")) == {internals.COMPILED: module}
+    compiled = torch.compile(module := nn.Linear(1, 1), backend="eager")
+    return internals.child_table(compiled) == {internals.COMPILED: module}
 
 
 def try_is_wrapped_by_compile():
