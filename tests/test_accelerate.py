@@ -59,6 +59,7 @@ def test_accumulated_and_clipped():
         model, optimizer, loader = own.prepare(net, sgd(net), loader)
         assert isinstance(model, DistributedDataParallel)
         assert own.unwrap_model(model) is model.module
+        assert own.unwrap_model(torch.compile(model, backend="eager")) is model.module
         assert own.prepare(model) is model
         model.register_comm_hook(None, counter)
         steps(own, model, optimizer, loader, clip=0.05)

@@ -19,6 +19,7 @@ from torch import distributed as dist
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
+from ppe_ddp.torch_internals import COMPILED, is_wrapped_by_compile
 from ppe_ddp.weighing import weigh
 
 __all__ = ["Accelerator"]
@@ -113,8 +114,9 @@ class Accelerator(accelerate.Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The module that was prepared."""
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        """The module that was prepared, also of ``torch.compile(prepared)``, which stays as it is."""
+        held = model.get_submodule(COMPILED) if is_wrapped_by_compile(model) else model
+        inner = held.module if isinstance(held, DistributedDataParallel) else model
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     @staticmethod
