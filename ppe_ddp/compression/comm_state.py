@@ -290,8 +290,8 @@ def _averaging(groups: Groups) -> int:
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
 
-    If these differ, it has no state of a compressor: that of another one means nothing to this one, and on other nodes
-    other ranks would have that state now.
+    If these differ, it has no state of a compressor, and a ``WarmUp`` begins anew: that of another one means nothing to
+    this one, and on other nodes other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
         return {**here, "parameters": {}} if here else here
@@ -305,10 +305,11 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
         )
     if not here:
         return here
-    kept = {key: value for key, value in saved.items() if key not in ("compressor", "nodes", "slices", "parameters")}
+    of_compressor = ("compressor", "nodes", "slices", "parameters", "steps")
+    kept = {key: value for key, value in saved.items() if key not in of_compressor}
     if "compressor" not in here:
         return kept
-    return {**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}, "parameters": {}}
+    return {**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}, "parameters": {}, "steps": 0}
 
 
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:
