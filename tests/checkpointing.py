@@ -37,7 +37,9 @@ class NoisyRoutes(nn.Module):
 class NoisyTraining:
     """A model, its optimizer and a schedule, all from a seed; on each rank with random numbers of its own."""
 
-    def __init__(self, folder, seed=0, *, sharded=False, compressed=False, outer=0, group=None, **options):
+    def __init__(
+        self, folder, seed=0, *, sharded=False, compressed=False, outer=0, inside=False, group=None, **options
+    ):
         torch.manual_seed(seed)
         self.model = DistributedDataParallel(NoisyRoutes(), process_group=group, bucket_cap_mb=2e-3)
         if compressed:
@@ -48,7 +50,8 @@ class NoisyTraining:
         own = 1000 * seed + dist.get_rank()
         for set_seed in (random.seed, np.random.seed, torch.manual_seed):
             set_seed(own)
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        saved = nn.ModuleDict({"net": self.model}) if inside else self.model
+        parts = {"model": saved, "optimizer": self.optimizer, "schedule": self.schedule}
         if outer:  # inner steps to each outer one, with moments and, between them, parameters of its own on each rank
             parts["outer"] = DiLoCo(self.model, plain, every=outer, lr=0.9)
         self.checkpointer = Checkpointer(folder, parts, process_group=group, **options)

@@ -72,7 +72,10 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sharded": True}, {"compressed": True}, {"outer": 3}, {"outer": 5}, {"outer": 3, "compressed": True}],
+    [
+        *({}, {"sharded": True}, {"compressed": True, "inside": True}, {"compressed": True}),
+        *({"outer": 5, "inside": True}, {"outer": 5}, {"outer": 3, "compressed": True}, {"outer": 3}),
+    ],
     ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "plain",
 )
 def test_a_training_goes_on_bit_by_bit(three_ranks, folder, options):

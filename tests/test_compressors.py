@@ -278,6 +278,15 @@ def test_powersgd_is_exact_for_matrices_of_its_rank_and_finds_the_best_of_others
     assert errors[-1] < 1.01 * best  # many steps, each from where the last had ended
 
 
+def test_powersgd_draws_the_same_for_a_compiled_module():
+    shape = torch.Size([40, 33])
+    given = drawn({"a.weight": shape}, 2)
+    renamed = [{f"_orig_mod.{name}": value for name, value in own.items()} for own in given]
+    (plain,) = Simulation(PowerSGD(2), {"a.weight": shape}, 2).average(given).values()
+    (compiled,) = Simulation(PowerSGD(2), {"_orig_mod.a.weight": shape}, 2).average(renamed).values()
+    assert torch.equal(plain, compiled)
+
+
 def test_powersgd_goes_on_after_a_rank_has_vanished():
     shapes = {"weight": torch.Size([40, 33])}
     ranks = Simulation(PowerSGD(2), shapes, 2)

@@ -428,6 +428,8 @@ def test_a_checkpointer_saves_the_parts_of_a_split_model_apart(tmp_path):
     model = DistributedDataParallel(None, DistributedDataParallelConfig(), nn.Linear(4, 2), groups=groups)
     with pytest.raises(ValueError, match=r"'model' is split over ranks.*process_group=groups\.data"):
         Checkpointer(tmp_path, {"model": model})
+    with pytest.raises(ValueError, match=r"'chunks\.0' is split over ranks"):
+        Checkpointer(tmp_path, {"chunks": nn.ModuleList([model])})
     checkpointer = Checkpointer(tmp_path / f"{dist.get_rank()}", {"model": model}, process_group=groups.data)
     before = model.module.weight.detach().clone()
     checkpointer.save(1)

@@ -39,6 +39,7 @@ from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
+from ppe_ddp.torch_internals import before_compiling
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -105,9 +106,19 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         wrapper.load_comm_state_dict(fitting_state(saved, own))
 
 
-def _forget_unsent(parts: Iterable[Any]) -> None:
-    """Let the compressors of wrappers among ``parts`` begin anew: what they have not sent is of another training."""
-    for wrapper in (one for one in parts if hasattr(one, "comm_state_dict")):
+def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """The wrappers among ``parts`` and inside of these, by name; each once."""
+    found: dict[nn.Module, str] = {}
+    for name, what in parts.items():
+        for path, module in what.named_modules() if isinstance(what, nn.Module) else ():
+            if hasattr(type(module), "comm_state_dict"):
+                found.setdefault(module, before_compiling(f"{name}.{path}.").strip("."))
+    return {name: wrapper for wrapper, name in found.items()}
+
+
+def _forget_unsent(wrappers: Iterable[Any]) -> None:
+    """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
+    for wrapper in wrappers:
         own = wrapper.comm_state_dict()
         kept = [state for state in (own if isinstance(own, list) else [own]) if state.get("parameters")]
         for state in kept:
@@ -187,10 +198,10 @@ class Checkpointer:
 
     A checkpoint is never half written, and damage is noticed before anything is loaded. Besides the parts it holds
     each rank's states of random number generators (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
-    device), and the ``comm_state_dict()`` of each wrapper. The same number of ranks continues with the same bits, if
-    its steps are reproducible; another number of ranks loads modules, optimizers, outer steps, and other parts whose
-    state was the same on all ranks, as a scheduler's. As many ranks with another compressor, or on other nodes, load
-    all but the state of compressors.
+    device), and the ``comm_state_dict()`` of each wrapper that is a part or in one. The same number of ranks continues
+    with the same bits, if its steps are reproducible; another number of ranks loads modules, optimizers, outer steps,
+    and other parts whose state was the same on all ranks, as a scheduler's. As many ranks with another compressor, or
+    on other nodes, load all but the state of compressors.
 
     Files are those of ``torch.distributed.checkpoint``. Nothing in them is executed.
 
@@ -233,15 +244,14 @@ class Checkpointer:
 
     def _use(self, ranks: LoadGroup) -> None:
         self._ranks, rank, parts = ranks, ranks.rank, self._given
-        for name, what in parts.items():
+        self._wrappers = _wrappers_in(parts)
+        for name, what in (parts | self._wrappers).items():
             _refuse_split(name, what, ranks.size)
-        self._others = _other_parts(parts.values())
+        self._others = _other_parts((parts | self._wrappers).values())
         self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
-        modules: dict[str, Any] = {name: what for name, what in parts.items() if isinstance(what, nn.Module)}
-        wrappers = {name: what for name, what in modules.items() if hasattr(what, "comm_state_dict")}
         self._of_rank: list[SavedPart] = [
             RankPart(entry, what.comm_state_dict, partial(_load_communication, what), may_lack=True)
-            for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in wrappers.items())
+            for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in self._wrappers.items())
         ]
         self._differing = Differing(rank)
         # Last, as loading other parts may draw random numbers.
@@ -431,7 +441,7 @@ class Checkpointer:
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)
-        self._ranks.from_each(lambda: _forget_unsent(self._given.values()))
+        self._ranks.from_each(lambda: _forget_unsent(self._wrappers.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
 

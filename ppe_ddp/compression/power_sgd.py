@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 from ppe_ddp.compression.quantization import SelectiveCompressor
+from ppe_ddp.torch_internals import before_compiling
 
 _STATE = "power_sgd"
 
@@ -117,7 +118,7 @@ def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int
 
 def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -> Tensor:
     # On the CPU, so that ranks with different devices draw the same numbers.
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(segment.name.encode()))
+    generator = torch.Generator().manual_seed(seed + zlib.crc32(before_compiling(segment.name).encode()))
     numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
     return numbers
 
