@@ -232,8 +232,10 @@ class CopiesOfParameters(Copies):
                 self._parallel.all_reduce(groups, tensor, op)
 
     def note_optimizer(self, names: Iterable[str]) -> None:
-        kept = self._parallel.optimizer_of
-        kept.update(dict.fromkeys(names, 1 + max(kept.values(), default=0)))
+        kept, own = self._parallel.optimizer_of, set(names)
+        replaced = {kept[name] for name in own & kept.keys()}  # they cannot step any more
+        others = {name: number for name, number in kept.items() if number not in replaced}
+        self._parallel.optimizer_of = {**others, **dict.fromkeys(own, 1 + max(kept.values(), default=0))}
 
     def check_scaling(self) -> None:
         fewest, most = self._parallel.optimizers_of_ranks
@@ -316,8 +318,8 @@ class ModelParallel:
 
     Attributes:
         has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
-        optimizer_of: By the name of each parameter of this chunk, which distributed optimizer was made last for it, as
-            a number that counts them.
+        optimizer_of: By the name of each parameter of this chunk, which distributed optimizer updates it, as a number
+            that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
             :meth:`agree`.
         has_inf: Tells whether an average of some chunk of this rank is not finite, if there are several chunks in a
