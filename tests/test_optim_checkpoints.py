@@ -419,3 +419,18 @@ def test_who_came_too_late_for_a_step_connects_again_where_all_save_or_load(wrap
     optimizer.load_state_dict(state)
     train(model, optimizer, [1])
     assert len({*of_all_ranks(float(model.module.heads[1].weight.sum()))}) == 1
+
+
+@on_two_ranks
+def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
+    model, optimizer = two_heads("plain", torch.optim.AdamW)
+    train(model, optimizer, [0])
+    del optimizer.param_groups[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, [0])
+    assert torch.equal(model.module.heads[0].bias, expected[1])
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()
+    assert list(again["state"]) == list(again["exists"]) == ["heads.0.weight", "heads.1.weight"]
+    assert float(again["state"]["heads.0.weight"]["step"]) == 1.0
