@@ -15,7 +15,14 @@ from failing import shorten_timeout
 from library_warnings import library_warnings
 from one_process import data, of_all_ranks, seeded
 from optim_runners import quietly
-from ppe_ddp import CommunicationError, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, megatron
+from ppe_ddp import (
+    CommunicationError,
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    PeerAbortedError,
+    megatron,
+)
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import MasterWeights
 from rank_tests import on_two_ranks
@@ -434,3 +441,13 @@ def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
     again = optimizer.state_dict()
     assert list(again["state"]) == list(again["exists"]) == ["heads.0.weight", "heads.1.weight"]
     assert float(again["state"]["heads.0.weight"]["step"]) == 1.0
+
+
+@on_two_ranks
+def test_who_saves_alone_what_all_must_save_is_told_at_once():
+    model, optimizer = two_heads("megatron", torch.optim.AdamW)
+    train(model, optimizer, [0])
+    with pytest.raises(DisagreementError, match="make, save or load a DistributedOptimizer, on all ranks together"):
+        train(model, optimizer, [1]) if dist.get_rank() else optimizer.state_dict()
+    train(model, optimizer, [1])
+    optimizer.state_dict()
