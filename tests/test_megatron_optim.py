@@ -345,6 +345,27 @@ def test_a_scaler_needs_as_many_optimizers_on_each_stage(has_experts):
 
 
 @on_two_ranks
+def test_a_scaler_counts_no_optimizer_that_another_one_has_replaced_in_a_part_of_its_parameters():
+    rank = dist.get_rank()
+    groups = ParallelGroups(data=[dist.new_group([one]) for one in range(2)][rank], pipeline=dist.group.WORLD)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model = DistributedDataParallel(
+        None, DistributedDataParallelConfig(use_distributed_optimizer=True), module, groups=groups
+    )
+    optim.DistributedOptimizer(torch.optim.SGD, model, lr=0.5)
+    if rank == 0:
+        module[0].requires_grad_(False)
+    inner = torch.optim.SGD([one for one in module.parameters() if one.requires_grad], lr=0.5)
+    optimizer = optim.DistributedOptimizer(inner, model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    finalize_model_grads([model])
+    before = module[1].bias.detach().clone()
+    scaler.step(optimizer)
+    assert torch.equal(module[1].bias, before - 0.5)
+
+
+@on_two_ranks
 def test_a_stage_where_nothing_is_trained_takes_part_in_clipping():
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     module = seeded(torch.nn.Linear, 4, 4).requires_grad_(dist.get_rank() == 1).double()

@@ -11,10 +11,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from failing import shorten_timeout
 from library_warnings import library_warnings
 from one_process import data, of_all_ranks, seeded
 from optim_runners import quietly
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, megatron
+from ppe_ddp import (
+    CommunicationError,
+    DisagreementError,
+    DistributedDataParallel,
+    DistributedOptimizer,
+    PeerAbortedError,
+    megatron,
+)
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import MasterWeights
 from rank_tests import on_two_ranks
@@ -393,3 +401,53 @@ def test_state_of_a_trained_optimizer_becomes_as_precise_as_the_weights():
     optimizer = DistributedOptimizer(plain, DistributedDataParallel(module))
     assert sums(optimizer, "exp_avg").dtype == torch.float32
     assert sums(optimizer, "exp_avg").tolist() == pytest.approx([0.1] * 6, rel=1e-2)
+
+
+@pytest.mark.parametrize(("wrapper", "calls"), [("plain", "load"), ("megatron", "load"), ("megatron", "save")])
+@on_two_ranks
+def test_who_came_too_late_for_a_step_connects_again_where_all_save_or_load(wrapper, calls):
+    model, optimizer = two_heads(wrapper, torch.optim.AdamW)
+    train(model, optimizer, [0])
+    state = copy.deepcopy(optimizer.state_dict())
+    if dist.get_rank() == 0:
+        optimizer.step = bool  # it fails by itself before that
+        train(model, optimizer, [0])
+        del optimizer.step
+        dist.barrier()  # until the other rank has given the step up
+    else:
+        shorten_timeout(model, 1)
+        with pytest.raises(CommunicationError, match="needs rank 0, which has not come"):
+            train(model, optimizer, [0])
+        dist.barrier()
+        for connections in model._reducer.connections:
+            connections.timeout_seconds = 60
+    if calls == "save":
+        optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    train(model, optimizer, [1])
+    assert len({*of_all_ranks(float(model.module.heads[1].weight.sum()))}) == 1
+
+
+@on_two_ranks
+def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
+    model, optimizer = two_heads("plain", torch.optim.AdamW)
+    train(model, optimizer, [0])
+    del optimizer.param_groups[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    train(model, optimizer, [0])
+    assert torch.equal(model.module.heads[0].bias, expected[1])
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()
+    assert list(again["state"]) == list(again["exists"]) == ["heads.0.weight", "heads.1.weight"]
+    assert float(again["state"]["heads.0.weight"]["step"]) == 1.0
+
+
+@on_two_ranks
+def test_who_saves_alone_what_all_must_save_is_told_at_once():
+    model, optimizer = two_heads("megatron", torch.optim.AdamW)
+    train(model, optimizer, [0])
+    with pytest.raises(DisagreementError, match="make, save or load a DistributedOptimizer, on all ranks together"):
+        train(model, optimizer, [1]) if dist.get_rank() else optimizer.state_dict()
+    train(model, optimizer, [1])
+    optimizer.state_dict()

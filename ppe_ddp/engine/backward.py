@@ -437,7 +437,8 @@ class Synchronizer(ABC):
 
         If there are several groups, it can compare in one ``only``.
 
-        After a failure all ranks connect again, also those that had completed the step before they hear of it.
+        After a failure all ranks connect again, also those that had completed the step before they hear of it, or that
+        others have waited for until the timeout.
         """
         while True:
             self.connect_again()
@@ -445,7 +446,9 @@ class Synchronizer(ABC):
                 for groups, negotiation in zip(self.groups, self.negotiations, strict=True):
                     if only in (None, groups):
                         negotiation.check(with_buffers=with_buffers)
-            except PeerAbortedError as error:
+            except (PeerAbortedError, CommunicationError) as error:
+                if isinstance(error, CommunicationError) and not error.is_late:
+                    raise
                 for groups in self.groups:
                     groups.fail(error, "")
             else:

@@ -419,11 +419,13 @@ class Failures:
             if lost:
                 return self.lost_error(list(lost.values()), f"rank {found} has found")
             assert own is not None
-            return CommunicationError(
+            late = CommunicationError(
                 f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
                 "the others go on, the next step works; where a rank may be that slow, give init_process_group() a "
                 "longer timeout"
             )
+            late.is_late = True
+            return late
         reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""

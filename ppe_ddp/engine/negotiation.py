@@ -527,7 +527,8 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
 def _out_of_step(places: Sequence[str]) -> DisagreementError:
     by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
     compares = any(_COMPARISON in place for place in places)
-    together = "Register a compressor, or make a DistributedOptimizer, on all ranks together. " if compares else ""
+    calls = "Register a compressor, and make, save or load a DistributedOptimizer, on all ranks together. "
+    together = calls if compares else ""
     error = DisagreementError(
         f"the ranks have run different numbers of synchronized backwards: {by_rank} (steps are counted since the last "
         f"failure). {together}A rank that skips a backward, or goes on after its loss raised above the outputs of the "

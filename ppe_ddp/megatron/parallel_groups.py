@@ -232,8 +232,10 @@ class CopiesOfParameters(Copies):
                 self._parallel.all_reduce(groups, tensor, op)
 
     def note_optimizer(self, names: Iterable[str]) -> None:
-        kept = self._parallel.optimizer_of
-        kept.update(dict.fromkeys(names, 1 + max(kept.values(), default=0)))
+        kept, own = self._parallel.optimizer_of, set(names)
+        replaced = {kept[name] for name in own & kept.keys()}  # they cannot step any more
+        others = {name: number for name, number in kept.items() if number not in replaced}
+        self._parallel.optimizer_of = {**others, **dict.fromkeys(own, 1 + max(kept.values(), default=0))}
 
     def check_scaling(self) -> None:
         fewest, most = self._parallel.optimizers_of_ranks
@@ -253,6 +255,9 @@ class CopiesOfParameters(Copies):
     def note_failed_update(self) -> None:
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.has_failed_update = True
+
+    def note_loaded(self) -> None:
+        self._parallel.has_failed_update = False
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` counts in the norm on this rank.
@@ -316,8 +321,8 @@ class ModelParallel:
 
     Attributes:
         has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
-        optimizer_of: By the name of each parameter of this chunk, which distributed optimizer was made last for it, as
-            a number that counts them.
+        optimizer_of: By the name of each parameter of this chunk, which distributed optimizer updates it, as a number
+            that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
             :meth:`agree`.
         has_inf: Tells whether an average of some chunk of this rank is not finite, if there are several chunks in a
