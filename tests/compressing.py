@@ -75,7 +75,7 @@ class Simulation:
                 start += numel
             flat = torch.cat([given[rank][name].reshape(-1) for name in names])
             average = torch.full_like(flat, 77.0) if keeps else flat
-            gradients = FlatGradients(flat, average, tuple(segments), keeps, self.dtype, self.steps, 1000 * self.steps)
+            gradients = FlatGradients(flat, average, tuple(segments), keeps, self.dtype, self.steps)
             ranks.append(gradients)
             results.append(self.compressor.average(gradients, ListLink(board, rank, self.size)))
         running = True

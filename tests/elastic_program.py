@@ -36,6 +36,7 @@ from ppe_ddp import elastic
 from ppe_ddp.backends.group_internals import TCPStore
 from ppe_ddp.backends.rank_store import ConnectingStore
 from ppe_ddp.compression import ErrorFeedback, PowerSGD
+from ppe_ddp.elastic import training as training_module
 from ppe_ddp.elastic.training import ElasticTraining
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 from ppe_ddp.testing.nodes import Nodes
@@ -53,7 +54,7 @@ PHASES = {
     "vote": (BucketSynchronizer, "_vote"),
     "commit": (ElasticTraining, "_commit"),
     "hand over": (BucketSynchronizer, "_hand_over"),
-    "optimizer": (torch.optim.SGD, "step"),
+    "optimizer": (torch.optim.Adagrad, "step"),
     "meet": (elastic.StoreMembership, "meet"),
     "connect": (ElasticTraining, "_connecting_store"),
     "address": (ConnectingStore, "set"),
@@ -93,11 +94,14 @@ class Branches(nn.Module):
 
 def network():
     torch.manual_seed(0)
-    return Branches().double()
+    net = Branches().double()
+    net.stem.weight.data = net.stem.weight.data.t().contiguous().t()  # as a weight in channels_last, in another order
+    return net
 
 
 def optimizer_of(net):
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    """One that goes through a weight and its momentum in their order of memory."""
+    return torch.optim.Adagrad(net.parameters(), lr=0.05, fused=True)
 
 
 def values_of(tensors):
@@ -211,6 +215,7 @@ def replica(
         enter(node)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     torch.set_num_threads(1)
+    training_module._LARGE_NBYTES = 1024  # so that weights go by themselves
     log = Log(folder, name)
     logging.basicConfig(filename=Path(folder) / f"{name}.log", level=logging.INFO, format="%(asctime)s %(message)s")
     membership = membership_of(place, size)

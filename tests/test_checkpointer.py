@@ -160,11 +160,17 @@ def test_what_a_compressor_has_kept_since_a_checkpoint_without_one_is_dropped():
     model = megatron.DistributedDataParallel(
         None, megatron.DistributedDataParallelConfig(), seeded(nn.Linear, 8, 8), reduce_function=compressor
     )
-    model(torch.randn(4, 8)).square().sum().backward()
+    other = DistributedDataParallel(seeded(nn.Linear, 8, 8))
+    other.register_comm_hook(compressor)
+    for one in (model, other):
+        one(torch.randn(4, 8)).square().sum().backward()
     model.finish_grad_sync()
     assert model.comm_state_dict()[0]["parameters"]
     Checkpointer(folder, {"model": model}).load()
-    assert not model.comm_state_dict()[0]["parameters"]
+    Checkpointer(folder / "of the other", {"model": DistributedDataParallel(seeded(nn.Linear, 8, 8))}).save(0)
+    Checkpointer(folder / "of the other", {"model": other}).load()
+    for kept in (*model.comm_state_dict(), other.comm_state_dict()):
+        assert (kept["parameters"], kept["steps"]) == ({}, 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"sharded": True}, {"compressed": True}], ids=lambda options: "".join(options))
@@ -203,9 +209,12 @@ def go_on_with_two(folder):
     first.checkpointer.save(3, position=dist.get_rank())
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
-        other = NoisyTraining(folder, seed=1, sharded=True, group=group)
+        other = NoisyTraining(folder, seed=1, sharded=True, compressed=True, group=group)
+        other.step()
         chance = torch.get_rng_state()
         restored = other.checkpointer.load()
+        kept = other.model.comm_state_dict()
+        assert (kept["parameters"], kept["steps"]) == ({}, 0)
         assert (restored.step, restored.position, restored.positions) == (3, None, [0, 1, 2])
         assert torch.equal(chance, torch.get_rng_state())
         assert all(map(torch.equal, first.bits()[0], other.bits()[0]))
@@ -867,6 +876,28 @@ def test_a_parameter_of_a_users_class_goes_on_bit_by_bit(tmp_path):
     for name, tensor in net.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor), name
     assert type(other.seen) is type(net.seen) is Tagged
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_goes_on_where_weights_are_in_another_order_of_memory(tmp_path, optimizer):
+    """It goes through a weight and its moments in their order of memory, not by index."""
+
+    def training():
+        net = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        return net, optimizer(net.parameters(), lr=0.1, fused=True)
+
+    def step(net, inner):
+        inner.zero_grad()
+        net(torch.arange(27.0).view(1, 3, 3, 3)).square().sum().backward()
+        inner.step()
+
+    (net, inner), (other, its) = training(), training()
+    step(net, inner)
+    Checkpointer(tmp_path, {"model": net, "optimizer": inner}).save(1)
+    Checkpointer(tmp_path, {"model": other, "optimizer": its}).load()
+    for one in ((net, inner), (other, its)):
+        step(*one)
+    assert torch.equal(other.weight, net.weight)
 
 
 def test_a_tensor_that_keeps_its_values_in_others_is_refused_by_name(tmp_path):

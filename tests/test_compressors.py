@@ -299,16 +299,17 @@ def test_powersgd_goes_on_after_a_rank_has_vanished():
 
 
 @each_method
-def test_results_do_not_depend_on_what_else_is_in_the_bucket(name):
-    if any(word in name for word in ("stochastic", "random", "cold")):
-        pytest.skip("other random numbers in each bucket")
-    given = drawn(SHAPES, 2)
-    together = Simulation(ErrorFeedback(METHODS[name]), SHAPES, 2)
-    apart = Simulation(ErrorFeedback(METHODS[name]), SHAPES, 2)
+@each_size
+def test_results_do_not_depend_on_what_else_is_in_the_bucket(name, size):
+    given = drawn(SHAPES, size)
+    # Which of more ranks keeps the error of the second encoding depends on the bucket.
+    compressor = ErrorFeedback(METHODS[name]) if size <= 2 else METHODS[name]
+    together = Simulation(compressor, SHAPES, size)
+    apart = {key: Simulation(compressor, SHAPES, size) for key in SHAPES}
     for _ in range(3):
         expected = together.average(given)
-        for key in reversed(SHAPES):
-            torch.testing.assert_close(apart.average(given, [key])[key], expected[key], rtol=1e-5, atol=1e-6)
+        for key, alone in apart.items():
+            torch.testing.assert_close(alone.average(given, [key])[key], expected[key], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -324,7 +325,7 @@ def test_halves_stay_halves_where_nothing_compresses(kind):
 @pytest.mark.parametrize(("numel", "nbytes"), [(40_000, 8), (40_001, 8 * 20_001)])
 def test_sizes_of_blocks_take_memory_only_where_they_differ(numel, nbytes):
     values = torch.zeros(numel)
-    gradients = FlatGradients(values, values, (Segment("w", 0, numel, 1, {}),), False, values.dtype, 0, 0)
+    gradients = FlatGradients(values, values, (Segment("w", 0, numel, 1, {}),), False, values.dtype, 0)
     sizes = Blocks(gradients, 2).sizes(values)
     assert int(sizes.sum()) == numel
     assert sizes.untyped_storage().nbytes() == nbytes

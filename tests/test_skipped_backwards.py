@@ -72,6 +72,17 @@ def test_a_comparison_of_parameters_tells_that_a_rank_is_behind(loses_step, opti
     wrapper.check_in_sync()
 
 
+@on_two_ranks
+def test_a_rank_that_has_run_out_of_batches_goes_through_no_forwards():
+    """As in the loop of a GAN, whose discriminator sees what the generator makes, detached."""
+    wrapper = wrap()
+    with library_warnings() as seen, wrapper.join():
+        for _ in range(2 + 4 * (dist.get_rank() == 0)):
+            wrapper(data(4, 3)).detach()
+            backward(wrapper)
+    assert seen == []
+
+
 @pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=["overlap", "after"])
 @pytest.mark.parametrize("loses_step", [raises_above_the_outputs, skips])
 @on_two_ranks

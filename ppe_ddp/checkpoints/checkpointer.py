@@ -120,10 +120,10 @@ def _forget_unsent(wrappers: Iterable[Any]) -> None:
     """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
     for wrapper in wrappers:
         own = wrapper.comm_state_dict()
-        kept = [state for state in (own if isinstance(own, list) else [own]) if state.get("parameters")]
-        for state in kept:
-            state["parameters"] = {}
-        if kept:
+        of_compressors = [state for state in (own if isinstance(own, list) else [own]) if "compressor" in state]
+        for state in of_compressors:
+            state |= {"parameters": {}, "steps": 0}
+        if of_compressors:
             wrapper.load_comm_state_dict(own)
 
 

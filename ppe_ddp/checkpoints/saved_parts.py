@@ -131,7 +131,11 @@ class _SteppingPart(SavedPart):
         self._always = always
 
     def targets(self, saved: Metadata) -> dict[str, Any]:
-        """New tensors, with the shapes and dtypes that were saved; DTensors if they are as large as a DTensor."""
+        """New tensors, with the shapes and dtypes that were saved.
+
+        State as large as its parameter is a DTensor if that is one, and has the same order of memory, in which fused
+        optimizers go through both.
+        """
         self._check_saved(self.prefix + self._always, saved)
         targets = _as_saved(saved, self.prefix)
         groups = self.what.param_groups if isinstance(self.what, Optimizer) else []
@@ -140,8 +144,8 @@ class _SteppingPart(SavedPart):
             state, _, number = name.removeprefix(self.prefix).rpartition(".")[0].partition(".")
             if state == "state" and number.isdecimal() and int(number) < len(parameters):
                 parameter = parameters[int(number)]
-                if is_distributed(parameter) and value is not None and value.shape == parameter.shape:
-                    targets[name] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                if value is not None and value.shape == parameter.shape:
+                    targets[name] = _empty_like(parameter, value.dtype)
         return targets
 
     def load(self, entries: Mapping[str, Any]) -> None:
@@ -330,6 +334,14 @@ def loaded_part(
     if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
         return SavedPart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
+
+
+def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """New memory for the state of ``parameter``, with its order of memory; a DTensor of a DTensor, else on the CPU."""
+    if is_distributed(parameter):
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    plain = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype, device="meta")  # of no class
+    return torch.empty_like(plain, device="cpu")
 
 
 def _as_saved(saved: Metadata, prefix: str) -> dict[str, Any]:

@@ -30,10 +30,8 @@ logger = logging.getLogger("ppe_ddp")
 
 RESIDUAL = "residual"
 """The key of a parameter's residual: the part of its gradients that this rank has not sent."""
-_BUCKETS = 1 << 20  # more than a step has
 # A parameter below this fraction of the mean size goes to the slice of the one before it: each range costs some calls.
 _SMALL = 1 / 8
-_SPREAD = 0x9E3779B97F4A7C15  # its multiples are far apart, so that a rank can be added to a seed
 
 
 class CommState:
@@ -196,10 +194,6 @@ class CommState:
         for name, entries in common.items():
             self.of(name).update(entries)
 
-    def seed(self, groups: Groups, bucket: int) -> int:
-        """A seed for this bucket in this step, the same on every rank."""
-        return (groups.taken * _BUCKETS + bucket) * _SPREAD % (1 << 64) >> 24
-
     def state_dict(self, compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]) -> dict[str, Any]:
         """A copy of the state, of tensors and plain values; without that of parameters that are no longer there."""
         settled = self._settled
@@ -217,7 +211,7 @@ class CommState:
     ) -> None:
         """Load a :meth:`state_dict`; raises for that of another compressor, rank, job or module."""
         if "buckets" in state and "compressor" not in state:  # saved without a compressor, so without its state
-            state = self.state_dict(compressor, groups, ())
+            state = self.state_dict(compressor, groups, ()) | {"steps": 0}
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(
@@ -294,7 +288,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     this one, and on other nodes other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
-        return {**here, "parameters": {}} if here else here
+        return {**here, "parameters": {}, "steps": 0} if here else here
     if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
     if saved["rank"] == 0:

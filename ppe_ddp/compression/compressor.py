@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import backend_for
 from ppe_ddp.contracts import AllPending, Waitable
 from ppe_ddp.errors import FunctionError
+from ppe_ddp.torch_internals import before_compiling
 
 _PIECE_NBYTES = 1 << 18
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -23,6 +25,25 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 Exchange = Generator[Waitable, None, None]
 """Yields an operation in flight; it is resumed when that has been waited for."""
+_STEP, _NAME, _PLACE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9  # their multiples are far apart
+_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def int64(number: int) -> int:
+    """The int64 with the bits of ``number`` modulo ``2**64``."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def mix(numbers: Tensor) -> Tensor:
+    """Make each of ``numbers`` (int64) 64 random bits that follow from it alone, on any device; in place.
+
+    G. L. Steele, D. Lea and C. H. Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014
+    (https://doi.org/10.1145/2660193.2660195).
+    """
+    for shift, factor in _MIXING:
+        shifted = numbers >> shift
+        numbers.bitwise_xor_(shifted.bitwise_and_((1 << (64 - shift)) - 1)).mul_(int64(factor))
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +75,18 @@ class Segment:
         """The element after the last."""
         return self.start + self.numel
 
+    def seed(self, step: int) -> int:
+        """A seed for random numbers of this parameter in this step: 64 bits, the same on every rank.
+
+        It depends on the name, and not on the bucket: ranks of tensor parallelism, whose other parameters may have
+        other sizes, draw the same for a parameter of which each has a copy.
+        """
+        return (step * _STEP + zlib.crc32(before_compiling(self.name).encode()) * _NAME) % (1 << 64)
+
+    def seeds(self, step: int, count: int) -> Tensor:
+        """``count`` different ones: ``(count,)``, int64, on the CPU."""
+        return torch.arange(count, device="cpu").mul_(int64(_PLACE)).add_(int64(self.seed(step)))
+
     def shaped(self, flat: Tensor) -> Tensor:
         """This part of ``flat`` in the shape of the gradient: a view."""
         part = flat[self.start : self.stop]
@@ -73,8 +106,7 @@ class FlatGradients:
         keeps: Whether ``given`` must end as the part that this rank has not sent. Summed over the ranks, the old
             ``given`` must then equal world size * ``average`` + the new ``given``.
         dtype: The dtype of the parameters' gradients, which may be narrower.
-        step: The number of completed synchronized backwards; the same on every rank.
-        seed: A seed for random numbers: the same on every rank, another one in each completed step and bucket.
+        step: The number of completed synchronized backwards; the same on every rank. See :meth:`Segment.seed`.
     """
 
     given: Tensor
@@ -83,7 +115,6 @@ class FlatGradients:
     keeps: bool
     dtype: torch.dtype
     step: int
-    seed: int
 
     @property
     def numel(self) -> int:

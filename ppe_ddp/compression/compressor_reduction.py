@@ -133,14 +133,13 @@ class CompressorReduction(Reduction):
         parts: list[list[Segment]] = [[] for _ in range(layout.slices)]
         for segment in gradients.segments:
             parts[state.owners.of(segment.name)].append(segment)
-        seeds = [state.seed(self._groups, bucket.index() * layout.slices + index) for index in layout.own_slices]
         ranges = [joined_ranges((one.start, one.stop) for one in part) for part in parts]
         reduction = hierarchy.sum_ranges(gradients.given, ranges)
         yield reduction.summed
         exchanges = []
-        for index, seed, link, total in zip(layout.own_slices, seeds, links, reduction.sums, strict=True):
+        for index, link, total in zip(layout.own_slices, links, reduction.sums, strict=True):
             total.mul_(link.size / layout.size)  # so that the mean over the nodes is the mean over the ranks
-            own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])), seed=seed)
+            own = replace(gradients, given=total, average=total, segments=tuple(_packed(parts[index])))
             exchanges.append(self.compressor.start(own, link))
         yield from together(exchanges)
         return reduction.deliver()
@@ -155,7 +154,6 @@ class CompressorReduction(Reduction):
             keeps=False,
             dtype=plain.dtype,
             step=self._groups.taken,
-            seed=self._state.seed(self._groups, bucket.index()),
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment
 from ppe_ddp.compression.quantization import SelectiveCompressor
-from ppe_ddp.torch_internals import before_compiling
 
 _STATE = "power_sgd"
 
@@ -68,7 +66,7 @@ class PowerSGD(SelectiveCompressor):
         for average, p, q in zip(_matrices(gradients.average, segments), left, right, strict=True):
             torch.mm(p.mT, q, out=average)
         if self.warm_start:
-            for segment, q in zip(segments, _next_starts(right, segments, gradients.seed), strict=True):
+            for segment, q in zip(segments, _next_starts(right, segments, gradients.step), strict=True):
                 segment.state[_STATE] = q
 
     def _start(self, segment: Segment, gradients: FlatGradients) -> Tensor:
@@ -78,7 +76,7 @@ class PowerSGD(SelectiveCompressor):
         known: Tensor | None = segment.state.get(_STATE) if self.warm_start else None
         if known is not None and known.shape == shape and known.dtype is gradients.given.dtype:
             return known
-        drawn = _random(shape, segment, 0 if self.warm_start else gradients.seed, gradients.given)
+        drawn = _random(shape, segment, 0 if self.warm_start else gradients.step, gradients.given)
         return orthonormal([drawn])[0]
 
 
@@ -103,7 +101,7 @@ def _orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int) -> list[Tensor]:
+def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], step: int) -> list[Tensor]:
     """The initial matrices of the next step, with orthonormal rows, so that small directions stay distinct.
 
     Missing rows, for a gradient of lower rank, are random: rows of zeros would stay zero.
@@ -111,14 +109,14 @@ def _next_starts(right: Sequence[Tensor], segments: Sequence[Segment], seed: int
     starts = _orthonormal(right)
     lacking = torch.stack([(q != 0).any(1).all() for q in starts]).logical_not_().nonzero().view(-1)
     for k in lacking.tolist():
-        drawn = _random(starts[k].shape, segments[k], seed, starts[k])
+        drawn = _random(starts[k].shape, segments[k], step, starts[k])
         starts[k] = torch.where((starts[k] != 0).any(1, keepdim=True), starts[k], drawn)
     return starts
 
 
-def _random(shape: tuple[int, ...], segment: Segment, seed: int, like: Tensor) -> Tensor:
+def _random(shape: tuple[int, ...], segment: Segment, step: int, like: Tensor) -> Tensor:
     # On the CPU, so that ranks with different devices draw the same numbers.
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(before_compiling(segment.name).encode()))
+    generator = torch.Generator().manual_seed(segment.seed(step) >> 32)  # which takes 32 bits
     numbers: Tensor = torch.randn(shape, generator=generator, dtype=like.dtype, device="cpu").to(like.device)
     return numbers
 

@@ -12,16 +12,19 @@ computed in a narrow dtype that could overflow.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, together
+from ppe_ddp.compression.compressor import Compressor, Exchange, FlatGradients, Link, Segment, int64, mix, together
 
-_SECOND = 1 << 31  # added to the seed of the second encoding; in the 32 bits that generators use
+# Multiples of them are far apart, also from those of seeds: for the ranks, and for elements of a block.
+_RANK, _ELEMENTS = 0x27D4EB2F165667C5, 0x85EBCA77C2B2AE63
 
 _CACHED = 1 << 18  # elements that are decoded at a time; fewer would cost more calls than they save
 
@@ -36,13 +39,14 @@ class BlockCodec(Compressor):
     block: int
 
     @abstractmethod
-    def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, sizes: Tensor, seeds: Callable[[], Tensor]) -> Tensor:
         """Encode ``values``.
 
         Args:
             values: ``(number, block)``, float32 or float64; must not be changed.
             sizes: ``(number,)``, int64: the number of elements of each block that count; the rest is zero.
-            seed: A seed for random numbers; another one on each rank.
+            seeds: Returns seeds for random numbers, ``(number,)``, int64: another one for each block, on each rank and
+                in each step. They do not depend on what else is in the bucket.
 
         Returns:
             The codes: ``(number, any)``, uint8. Codes of zero bytes must decode to finite values.
@@ -67,7 +71,7 @@ class BlockCodec(Compressor):
         blocks = Blocks(gradients, self.block)
         values = blocks.cut(gradients.given)
         sizes = blocks.sizes(values)
-        codes = self.encode(values, sizes, gradients.seed + link.rank)
+        codes = self.encode(values, sizes, lambda: blocks.seeds(gradients.step, values) + int64(link.rank * _RANK))
         kept = values if gradients.keeps else None
         if kept is not None:
             kept = kept.sub_(self._decoded(codes, kept))
@@ -79,13 +83,19 @@ class BlockCodec(Compressor):
             if kept is not None and result is not mean:
                 kept.add_(mean).sub_(result)
         else:
-            yield from self._in_parts(codes, sizes, result, kept, gradients.seed, link)
+            yield from self._in_parts(codes, sizes, result, kept, partial(blocks.seeds, gradients.step, values), link)
         if kept is not None:
             blocks.join(kept, gradients.given)
         blocks.join(result, gradients.average)
 
     def _in_parts(
-        self, codes: Tensor, sizes: Tensor, result: Tensor, kept: Tensor | None, seed: int, link: Link
+        self,
+        codes: Tensor,
+        sizes: Tensor,
+        result: Tensor,
+        kept: Tensor | None,
+        seeds: Callable[[], Tensor],
+        link: Link,
     ) -> Exchange:
         """Average a part of the blocks on each rank, and send the result to all ranks."""
         number = len(codes)
@@ -96,8 +106,11 @@ class BlockCodec(Compressor):
         mean = self._mean(received, result.new_empty(share, self.block))
         part = self.combine(received, mean)
         mine = slice(link.rank * share, min((link.rank + 1) * share, number))
-        own_sizes = pad(sizes, (0, missing), value=1)[link.rank * share : (link.rank + 1) * share]
-        again = self.encode(_cleared(part, own_sizes), own_sizes, seed + _SECOND + link.rank)
+        own = slice(link.rank * share, (link.rank + 1) * share)
+        own_sizes = pad(sizes, (0, missing), value=1)[own]
+        again = self.encode(  # by the seeds of a further rank: whose part a block is depends on other parameters
+            _cleared(part, own_sizes), own_sizes, lambda: pad(seeds(), (0, missing))[own] + int64(link.size * _RANK)
+        )
         everything = yield from link.all_gather(again)
         self.decode(everything.view(link.size * share, -1)[:number], result)
         if kept is not None and mine.start < number:
@@ -183,6 +196,11 @@ class Blocks:
         sizes[ends] -= full - numels
         return sizes.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else sizes.to(like.device)
 
+    def seeds(self, step: int, like: Tensor) -> Tensor:
+        """A seed for each block in this step: ``(number,)``, int64, on the device of ``like``."""
+        pairs = zip(self._gradients.segments, self._counts, strict=True)
+        return torch.cat([segment.seeds(step, count) for segment, count in pairs]).to(like.device)
+
     def _parts(self, values: Tensor) -> list[Tensor]:
         parts = values.split(self._counts)
         return [part.view(-1)[: segment.numel] for part, segment in zip(parts, self._gradients.segments, strict=True)]
@@ -194,7 +212,7 @@ class HalfCodec(BlockCodec):
     block = 1
     kind: ClassVar[torch.dtype]
 
-    def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, sizes: Tensor, seeds: Callable[[], Tensor]) -> Tensor:
         """Two bytes an element."""
         return values.to(self.kind).view(torch.uint8)
 
@@ -252,7 +270,7 @@ class Int8(BlockCodec):
         if self.block < 8 or self.block % 8:
             raise ValueError(f"Int8(block={self.block}): a block has a multiple of 8 elements, and at least 8")
 
-    def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, sizes: Tensor, seeds: Callable[[], Tensor]) -> Tensor:
         """``block`` bytes, and the scale in the dtype of ``values``."""
         largest = torch.maximum(values.amax(1, keepdim=True), -values.amin(1, keepdim=True))
         # At least the smallest normal number, so that a block of (almost) zeros does not divide by zero.
@@ -260,7 +278,9 @@ class Int8(BlockCodec):
         codes = torch.empty(len(values), self.block + values.element_size(), dtype=torch.uint8, device=values.device)
         scaled = values / scales
         if self.stochastic:
-            scaled.add_(_noise(scaled, seed)).floor_().clamp_(-_LARGEST, _LARGEST)
+            rows = max(1, _CACHED // self.block)
+            for part, own in zip(scaled.split(rows), seeds().split(rows), strict=True):
+                part.add_(_noise(own, part)).floor_().clamp_(-_LARGEST, _LARGEST)
         else:
             scaled.round_()
         codes[:, : self.block].view(torch.int8).copy_(scaled)
@@ -272,13 +292,10 @@ class Int8(BlockCodec):
         values.mul_(codes[:, self.block :].view(values.dtype))
 
 
-def _noise(like: Tensor, seed: int) -> Tensor:
-    """Uniform random numbers in [0, 1), in steps of 2**-16; takes a fifth of the time of ``torch.rand``."""
-    generator = torch.Generator(like.device).manual_seed(seed)
-    bits = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
-    bits.random_(-(2**63), None, generator=generator)
-    lanes = bits.view(torch.int16)[: like.numel()].view(like.shape).to(like.dtype)
-    return lanes.mul_(2**-16).add_(0.5)
+def _noise(seeds: Tensor, like: Tensor) -> Tensor:
+    """Uniform random numbers in [0, 1), in steps of 2**-16, for rows of a multiple of four: four from each 64 bits."""
+    places = torch.arange(like.shape[1] // 4, device=like.device).mul_(int64(_ELEMENTS))
+    return mix(seeds[:, None] + places).view(torch.int16).to(like.dtype).mul_(2**-16).add_(0.5)
 
 
 _SCALE_BYTES = 8
@@ -307,7 +324,7 @@ class Sign(BlockCodec):
         if self.block < 64 or self.block % 64:
             raise ValueError(f"Sign(block={self.block}): a block has a multiple of 64 elements, and at least 64")
 
-    def encode(self, values: Tensor, sizes: Tensor, seed: int) -> Tensor:
+    def encode(self, values: Tensor, sizes: Tensor, seeds: Callable[[], Tensor]) -> Tensor:
         """``block / 8`` bytes, and the scale in eight bytes."""
         width = self.block // 8
         codes = torch.empty(len(values), width + _SCALE_BYTES, dtype=torch.uint8, device=values.device)

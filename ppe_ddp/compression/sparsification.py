@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, are_finite
+from ppe_ddp.compression.compressor import Exchange, FlatGradients, Link, Segment, are_finite, mix
 from ppe_ddp.compression.quantization import SelectiveCompressor
 
 
@@ -130,7 +130,7 @@ class RandomK(Sparsification):
 
     def _average(self, gradients: FlatGradients, link: Link) -> Exchange:
         given = gradients.given
-        indices, lengths = places(gradients.segments, self.ratio, gradients.seed, given.device)
+        indices, lengths = places(gradients.segments, self.ratio, gradients.step, given.device)
         values = given[indices]
         if not are_finite(views := gradients.views(given)):
             # NaN or infinity must show in the average of its parameter, even if that element is not sent.
@@ -148,16 +148,16 @@ class RandomK(Sparsification):
         gradients.average[indices] = values
 
 
-def places(segments: Sequence[Segment], ratio: float, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def places(segments: Sequence[Segment], ratio: float, step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """One random index (int64) in each of the stretches into which ``ratio`` cuts the segments; and their lengths."""
-    starts, stops = [], []
+    starts, stops, seeds = [], [], []
     for segment in segments:
         count = count_of(segment, ratio)
         bounds = torch.arange(count + 1, device="cpu") * segment.numel // count + segment.start
         starts.append(bounds[:-1])
         stops.append(bounds[1:])
+        seeds.append(segment.seeds(step, count))
     start, lengths = torch.cat(starts), torch.cat(stops) - torch.cat(starts)
-    # On the CPU, so that ranks with different devices draw the same numbers.
-    drawn = torch.rand(len(start), dtype=torch.float64, generator=torch.Generator().manual_seed(seed), device="cpu")
+    drawn = mix(torch.cat(seeds)).bitwise_and_((1 << 53) - 1).double() * 2**-53
     indices = start + (drawn * lengths).long()
     return indices.to(device), lengths.to(device)

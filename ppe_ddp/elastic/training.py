@@ -443,10 +443,10 @@ class ElasticTraining:
         def receive(tensor: Tensor) -> Tensor:
             if not (tensor.is_meta and tensor.nbytes >= _LARGE_NBYTES):
                 return tensor
-            received = torch.empty_like(tensor, device="cpu") if joins else tensor
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if joins else "meta")
             for piece in _pieces_of(received):
                 self._broadcast(scratch[: piece.numel()] if piece.is_meta else piece, source)
-            return received
+            return received if tensor.is_contiguous() else _reordered(received, tensor)
 
         state = mapped(receive, self._loaded(content))
         if joins:
@@ -554,12 +554,17 @@ def _placed(device: torch.device, storage: Any, location: str) -> Any:
 
 
 def _take_large(large: list[Tensor], tensor: Tensor) -> Tensor:
-    """Append a large tensor to ``large``, and return a meta tensor in its place; return any other tensor itself."""
+    """Append a large tensor to ``large``, and return a meta tensor like it in its place; return any other itself."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.nbytes < _LARGE_NBYTES or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return tensor
     large.append(tensor)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def _reordered(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` in the order of memory of ``like``, a meta tensor."""
+    return torch.empty_like(like, device=values.device).copy_(values)
 
 
 def _pieces_of(tensor: Tensor) -> Sequence[Tensor]:

@@ -557,8 +557,10 @@ class DroppedForwards:
         self._has_differed = False
         self._has_warned = False
 
-    def unpack(self, extra: bytes) -> bytes:
+    def unpack(self, extra: bytes, contributes: Sequence[int] | None = None) -> bytes:
         """Unpack the bytes of :func:`pack_status`, one a rank, and warn once if the counts differ twice in a row.
+
+        Those of ranks that contribute to this step (None: all) are compared: one without batches drops no forwards.
 
         Returns:
             The statuses.
@@ -566,8 +568,8 @@ class DroppedForwards:
         if not extra or max(extra) < 1 << _STATUS_BITS:
             self._has_differed = False
             return extra
-        counts = [byte >> _STATUS_BITS for byte in extra]
-        differ = min(counts) != max(counts)
+        counts = {rank: byte >> _STATUS_BITS for rank, byte in enumerate(extra) if not contributes or contributes[rank]}
+        differ = len(set(counts.values())) > 1
         # One difference is not enough: the garbage collector frees a graph in a reference cycle, and it runs at another
         # time on each rank.
         if differ and self._has_differed and not self._has_warned:
@@ -582,8 +584,8 @@ def pack_status(status: int, dropped: int) -> int:
     return status | (dropped % _MODULUS) << _STATUS_BITS
 
 
-def _warning(rank: int, counts: Sequence[int]) -> str:
-    by_rank = ", ".join(f"rank {other}: {count}" for other, count in enumerate(counts))
+def _warning(rank: int, counts: Mapping[int, int]) -> str:
+    by_rank = ", ".join(f"rank {other}: {count}" for other, count in counts.items())
     return (
         f"rank {rank}: the ranks may be averaging gradients of different steps: they differ in how many forwards in "
         f"training mode have had no backward ({by_rank}). A rank that skips its backward, or goes on after its loss "
