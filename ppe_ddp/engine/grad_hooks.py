@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import compress, repeat
 from operator import contains, is_, setitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from ppe_ddp.torch_internals import (
     uncompiled_hook,
     without_torch_function,
 )
+
+if TYPE_CHECKING:
+    from ppe_ddp.engine.negotiation import Agreement
 
 
 class ReachedParameters:
@@ -557,10 +560,11 @@ class DroppedForwards:
         self._has_differed = False
         self._has_warned = False
 
-    def unpack(self, extra: bytes, contributes: Sequence[int] | None = None) -> bytes:
+    def unpack(self, extra: bytes, agreement: Agreement | None = None) -> bytes:
         """Unpack the bytes of :func:`pack_status`, one a rank, and warn once if the counts differ twice in a row.
 
-        Those of ranks that contribute to this step (None: all) are compared: one without batches drops no forwards.
+        By the ``agreement`` on masks, if there is one, only ranks that contribute are compared: one that has run out of
+        batches drops no forwards.
 
         Returns:
             The statuses.
@@ -568,7 +572,8 @@ class DroppedForwards:
         if not extra or max(extra) < 1 << _STATUS_BITS:
             self._has_differed = False
             return extra
-        counts = {rank: byte >> _STATUS_BITS for rank, byte in enumerate(extra) if not contributes or contributes[rank]}
+        ranks = range(len(extra)) if agreement is None else compress(range(len(extra)), agreement.statuses)
+        counts = {rank: extra[rank] >> _STATUS_BITS for rank in ranks}
         differ = len(set(counts.values())) > 1
         # One difference is not enough: the garbage collector frees a graph in a reference cycle, and it runs at another
         # time on each rank.

@@ -355,7 +355,7 @@ class BucketSynchronizer(Synchronizer):
         self.times.note(outcome.times)
         if outcome.parameters != vote.fields["parameters"]:
             yield from self._comparing(outcome.parameters)
-        statuses = self._dropped_forwards.unpack(outcome.statuses, backward.agreement and backward.agreement.statuses)
+        statuses = self._dropped_forwards.unpack(outcome.statuses, backward.agreement) if any(outcome.statuses) else b""
         if self._finite is not None and any(status & NON_FINITE for status in statuses):
             self._drop(backward, (yield from self._finite.error(self.negotiation, self._groups, statuses)))
             return self._nothing
