@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import ppe_ddp
 from ppe_ddp import elastic
@@ -45,6 +46,7 @@ HUB = "10.0.0.254"
 LEFT_OUT = 3  # the exit code of a replica that others have gone on without
 FORK = multiprocessing.get_context("fork")
 ROWS, BATCH, SECONDS = 1000, 4, 120
+SAVES_EVERY = 0  # steps; 0 for no checkpoints
 DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 # Where a replica is killed: the function that it is about to call, or has called, so many times.
 PHASES = {
@@ -106,6 +108,10 @@ def optimizer_of(net):
 
 def values_of(tensors):
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+
+def files_in(folder):
+    return sorted(path for path in Path(folder).iterdir() if path.is_file())
 
 
 class Log:
@@ -233,14 +239,16 @@ def replica(
         parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
         training = ElasticTraining(membership, parts, timeout=timeout)
         assert training.committed or dist.get_world_size() < 3 or torch.initial_seed() == os.getpid()
+        saved = {"model": model, "optimizer": optimizer, "mean": AveragedModel(model)}
+        checkpointer = ppe_ddp.Checkpointer(Path(folder) / "checkpoints", saved) if SAVES_EVERY else None
         log("joined", training.committed, dist.get_world_size(), values_of(net.buffers()).tolist())
-        train(training, net, model, optimizer, ballast, raises_at, steps, log)
+        train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
         sys.exit(LEFT_OUT if training is not None else 0)
 
 
-def train(training, net, model, optimizer, ballast, raises_at, steps, log):
+def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer=None):
     for rows in training.batches(ROWS, BATCH, steps):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         optimizer.zero_grad()
@@ -262,6 +270,8 @@ def train(training, net, model, optimizer, ballast, raises_at, steps, log):
             continue
         log("commits", before, training.names, training.committed)
         optimizer.step()
+        if checkpointer is not None and training.committed % SAVES_EVERY == 0:
+            checkpointer.save(training.committed)
     state = itertools.chain(net.buffers(), [ballast.content.double().sum()])
     log("ends", values_of(net.parameters()).tolist(), values_of(state).tolist())
 
@@ -380,7 +390,7 @@ class ElasticJob:
         return first, first + seconds
 
     def _that_train(self):
-        written = {path.name for path in Path(self.folder).iterdir() if '"commits"' in path.read_text()}
+        written = {path.name for path in files_in(self.folder) if '"commits"' in path.read_text()}
         return [process for process in self.running.values() if process.name in written]
 
     def run(self, faults, *, restarts=True):
@@ -391,7 +401,7 @@ class ElasticJob:
         deadline, written, stopped = time.monotonic() + SECONDS, 0, {}
         try:
             while self.running and time.monotonic() < deadline:
-                if (so_far := sum(path.stat().st_size for path in Path(self.folder).iterdir())) > written:
+                if (so_far := sum(path.stat().st_size for path in files_in(self.folder))) > written:
                     deadline, written = time.monotonic() + SECONDS, so_far
                 for ready in wait(list(self.running), timeout=0.2):
                     process = self.running.pop(ready)
@@ -447,7 +457,7 @@ def replica_of_mpi(folder, faults, steps):
 
 def read(folder):
     logs = {}
-    for path in sorted(Path(folder).iterdir()):
+    for path in files_in(folder):
         if path.suffix != ".log":
             logs[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
     return logs
@@ -586,12 +596,14 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--saves-every", type=int, default=0, help="steps, for checkpoints")
     parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
     parser.add_argument("--raises-at", type=int, help="a step in which rank 1 raises; -step: behind the last message")
     parser.add_argument("--timeout", type=float, default=3.0)
     parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
     parser.add_argument("--ballast", type=float, nargs=2, default=(10, 0), help="MB of state, seconds of each step")
     options = parser.parse_args()
+    globals()["SAVES_EVERY"] = options.saves_every
     ballast = (int(options.ballast[0]), options.ballast[1])
     if not options.mpi:
         optimizer_of(network())  # what that imports takes two seconds, which each replica would need after its fork

@@ -74,6 +74,10 @@ def test_compressors_go_along():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--compressed")
 
 
+def test_who_is_left_and_who_joins_save_checkpoints():
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--saves-every", "20")
+
+
 def test_two_are_killed_at_once():
     faults = {"1": ["vote", 5, False, False], "2": ["vote", 5, True, False]}
     run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4")

@@ -95,6 +95,8 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
 
     So it does where another kind of wrapper has saved the module, of which Megatron's has one for each group, or none.
     """
+    if saved is None and _has_no_engine(wrapper):
+        return
     own = wrapper.comm_state_dict()
     if saved is None or isinstance(own, list) is not isinstance(saved, list):
         _forget_unsent([wrapper])
@@ -104,6 +106,15 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         wrapper.load_comm_state_dict([fitting_state(*pair) for pair in zip(saved, own, strict=True)])
     else:
         wrapper.load_comm_state_dict(fitting_state(saved, own))
+
+
+def _has_no_engine(wrapper: Any) -> bool:
+    """Whether a wrapper has sent nothing yet, as a copy in an ``AveragedModel``; its state would make the engine."""
+    return getattr(wrapper, "_reducer", wrapper) is None
+
+
+def _communication_of(wrapper: Any) -> Any:
+    return None if _has_no_engine(wrapper) else wrapper.comm_state_dict()
 
 
 def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +130,7 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 def _forget_unsent(wrappers: Iterable[Any]) -> None:
     """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
     for wrapper in wrappers:
-        own = wrapper.comm_state_dict()
+        own = _communication_of(wrapper) or []
         of_compressors = [state for state in (own if isinstance(own, list) else [own]) if "compressor" in state]
         for state in of_compressors:
             state |= {"parameters": {}, "steps": 0}
@@ -250,7 +261,7 @@ class Checkpointer:
         self._others = _other_parts((parts | self._wrappers).values())
         self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         self._of_rank: list[SavedPart] = [
-            RankPart(entry, what.comm_state_dict, partial(_load_communication, what), may_lack=True)
+            RankPart(entry, partial(_communication_of, what), partial(_load_communication, what), may_lack=True)
             for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in self._wrappers.items())
         ]
         self._differing = Differing(rank)
@@ -286,8 +297,8 @@ class Checkpointer:
         """
         from ppe_ddp.checkpoints.checkpoint_files import write_entries
 
-        number = self._next_number()  # here, no part of a split model can have failed alone
         self._follow()
+        number = self._next_number()  # here, no part of a split model can have failed alone
         entries: dict[str, Any] = {}
         of_entries: dict[str, int] = {}
         outer_steps: list[OuterSteps] = []
