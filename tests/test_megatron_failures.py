@@ -4,7 +4,6 @@ What fails behind a backward, on any rank and in any shape of model, is in tests
 """
 
 import contextlib
-import copy
 import io
 import logging
 import os
@@ -303,21 +302,6 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
     told = outcome_of(model, optimizer.step)
     assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in told
     assert outcome_of(model, optimizer.step) == ""
-
-
-@on_four_ranks
-def test_a_step_of_an_optimizer_that_has_failed_is_over_when_all_have_loaded_a_checkpoint():
-    model, optimizer, inner = split_model()
-    assert outcome_of(model, optimizer.step) == ""
-    saved = copy.deepcopy([model.module.state_dict(), optimizer.state_dict()])
-    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
-    outcome_of(model, optimizer.step)
-    if handle is not None:
-        handle.remove()
-    model.module.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    assert outcome_of(model, optimizer.step) == ""
-    assert_copies_are_equal(model)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

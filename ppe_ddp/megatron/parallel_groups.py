@@ -256,9 +256,6 @@ class CopiesOfParameters(Copies):
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.has_failed_update = True
 
-    def note_loaded(self) -> None:
-        self._parallel.has_failed_update = False
-
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` counts in the norm on this rank.
 

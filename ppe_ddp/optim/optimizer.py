@@ -473,7 +473,6 @@ class DistributedOptimizer(Optimizer):
             moved = {one.index for one in optimizer_state.restore(self._inner, self._masters, self._model, state_dict)}
             self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
             self._gather.start(self._write([index in moved for index in range(len(self._model.shards))]))
-        self._model.copies.note_loaded()
         for hook in after:
             hook(self)
 

@@ -114,9 +114,6 @@ class Copies:
     def note_failed_update(self) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
-    def note_loaded(self) -> None:
-        """Note that this rank has gone back to a checkpoint, so that a step that has failed is over."""
-
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether ``shard`` counts in the norm; ``names``, the parameters counted so far, is changed in place."""
         return True
