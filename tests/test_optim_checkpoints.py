@@ -25,7 +25,7 @@ from ppe_ddp import (
 )
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import MasterWeights
-from rank_tests import on_two_ranks
+from rank_tests import on_three_ranks, on_two_ranks
 
 
 class TwoHeads(nn.Module):
@@ -406,14 +406,24 @@ def test_state_of_a_trained_optimizer_becomes_as_precise_as_the_weights():
 @pytest.mark.parametrize(("wrapper", "calls"), [("plain", "load"), ("megatron", "load"), ("megatron", "save")])
 @on_two_ranks
 def test_who_came_too_late_for_a_step_connects_again_where_all_save_or_load(wrapper, calls):
+    come_too_late(wrapper, calls, late=[0])
+
+
+@pytest.mark.parametrize(("wrapper", "calls"), [("plain", "load"), ("megatron", "save")])
+@on_three_ranks
+def test_two_who_came_too_late_connect_again(wrapper, calls):
+    come_too_late(wrapper, calls, late=[0, 1])
+
+
+def come_too_late(wrapper, calls, late):
     model, optimizer = two_heads(wrapper, torch.optim.AdamW)
     train(model, optimizer, [0])
     state = copy.deepcopy(optimizer.state_dict())
-    if dist.get_rank() == 0:
+    if dist.get_rank() in late:
         optimizer.step = bool  # it fails by itself before that
         train(model, optimizer, [0])
         del optimizer.step
-        dist.barrier()  # until the other rank has given the step up
+        dist.barrier()  # until the last rank has given the step up
     else:
         shorten_timeout(model, 1)
         with pytest.raises(CommunicationError, match="needs rank 0, which has not come"):

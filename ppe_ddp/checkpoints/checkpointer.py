@@ -118,8 +118,8 @@ def _communication_of(wrapper: Any) -> Any:
 
 
 def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The wrappers among ``parts`` and inside of these, by name; each once."""
-    found: dict[nn.Module, str] = {}
+    """The wrappers among ``parts``, and then those inside of these, by name; each once."""
+    found = {what: name for name, what in parts.items() if hasattr(type(what), "comm_state_dict")}
     for name, what in parts.items():
         for path, module in what.named_modules() if isinstance(what, nn.Module) else ():
             if hasattr(type(module), "comm_state_dict"):

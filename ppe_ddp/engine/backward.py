@@ -447,7 +447,7 @@ class Synchronizer(ABC):
                     if only in (None, groups):
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
-                if isinstance(error, CommunicationError) and not error.is_late:
+                if not getattr(error, "is_late", True):
                     raise
                 for groups in self.groups:
                     groups.fail(error, "")

@@ -417,7 +417,9 @@ class Failures:
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             own = lost.pop(self._rank, None)
             if lost:
-                return self.lost_error(list(lost.values()), f"rank {found} has found")
+                late = self.lost_error(list(lost.values()), f"rank {found} has found")
+                late.is_late = not late.is_final
+                return late
             assert own is not None
             late = CommunicationError(
                 f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
