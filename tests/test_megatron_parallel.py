@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 
+from library_warnings import library_warnings
 from parallel_layers import BATCH, LENGTH, Split, Toy, loss_of, reference_gradients, words
 from ppe_ddp import (
     Checkpointer,
@@ -419,6 +420,20 @@ def test_ranks_that_average_have_the_same_part_of_the_model():
             DistributedDataParallel(None, DistributedDataParallelConfig(), Expert(), groups=ParallelGroups(**given))
     groups = ParallelGroups(data=alone, tensor=everyone, expert=everyone, expert_tensor=alone)
     DistributedDataParallel(None, DistributedDataParallelConfig(), Expert(), groups=groups)
+
+
+@on_two_ranks
+def test_a_wrapper_that_is_not_told_how_its_model_is_split_warns():
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for is_marked in (True, False):
+        module = nn.Linear(4, 2)
+        if is_marked:
+            module.weight.tensor_model_parallel = True
+        for given in ({"data_parallel_group": alone}, {"groups": ParallelGroups(alone, tensor=dist.group.WORLD)}, {}):
+            with library_warnings() as texts:
+                DistributedDataParallel(None, DistributedDataParallelConfig(), module, **given)
+            expected = f"the wrapper of ranks [{dist.get_rank()}] knows of no other group"
+            assert [expected in text for text in texts] == [True] * (is_marked and "data_parallel_group" in given)
 
 
 @on_two_ranks

@@ -214,6 +214,13 @@ class CopiesOfParameters(Copies):
         self._of_stages = needs_own_bucket(module, config)
         is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
         self.are_splits_marked = is_marked or groups.tensor not in splits
+        if is_marked and not groups.split_model and own.rank == 0 and own.world_size < dist.get_world_size():
+            logger.warning(
+                "parameters are marked tensor_model_parallel, and the wrapper of ranks %s knows of no other group. If "
+                "the model is split over ranks, norms for clipping, inf and finalize_model_grads() leave out its other "
+                "parts: pass groups=ParallelGroups(data=..., tensor=..., pipeline=...) instead of data_parallel_group",
+                list(ranks_of(own.parent)),
+            )
 
     @contextmanager
     def agreeing(self) -> Generator[None, None, None]:

@@ -69,8 +69,9 @@ class DistributedOptimizer(Optimizer):
 
     It is an ``Optimizer`` for learning-rate schedulers, ``torch.amp.GradScaler``, hooks and closures. Its
     ``param_groups`` are those of the wrapped optimizer, with 1-D master weights in place of the parameters. Changes of
-    their ``.grad`` count in the step. Use :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``, which
-    raises :class:`ppe_ddp.errors.UnusableError`.
+    their ``.grad`` count in the step; write values into the model's parameters instead, on all ranks. Use
+    :meth:`clip_grad_norm_` in place of ``torch.nn.utils.clip_grad_norm_``, which raises
+    :class:`ppe_ddp.errors.UnusableError`, or finds no gradients under a Megatron wrapper and returns 0.
 
     All ranks of the model's group must construct it together, of the same class, with the same groups and
     hyper-parameters (else the next synchronization is a ``DisagreementError``). A parameter is in one
