@@ -49,7 +49,7 @@ class CommunicationError(PpeDdpError):
         job_ranks: Their ranks in the job, None for one that is not known.
         job_rank: One of these, of a rank that does not come any more if there is one.
         is_final: True if one of them does not come any more, so that the job cannot go on.
-        is_late: True if others have told that they waited until the timeout for ranks that live, perhaps for this one.
+        is_late: True if this rank came too late, when others had waited for it until the timeout.
     """
 
     ranks: tuple[int, ...] | None = None

@@ -71,6 +71,27 @@ class WithExpert(torch.nn.Module):
 
 
 @on_two_ranks
+def test_nan_in_dense_gradients_does_not_reach_experts_by_the_norm_of_both():
+    alone = [dist.new_group([other]) for other in range(2)][dist.get_rank()]
+    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, seeded(WithExpert), groups=ParallelGroups(expert=alone))
+    optimizers = [
+        optim.DistributedOptimizer(torch.optim.SGD, shards, lr=0.1) for shards in (model, model.sharded(experts=True))
+    ]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model.module.dense.weight.register_hook(lambda gradient: gradient * torch.nan)  # an overflow below the expert
+    scaler.scale(model(data(4, 7)).pow(2).sum()).backward()
+    finalize_model_grads([model])
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    assert optim.clip_grad_norm_(optimizers, 1.0).isnan()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@on_two_ranks
 def test_experts_have_an_optimizer_of_their_own():
     """Each rank has another expert; what both share is averaged, and an expert's gradient is divided by all ranks."""
     rank = dist.get_rank()

@@ -427,8 +427,7 @@ def test_a_wrapper_that_is_not_told_how_its_model_is_split_warns():
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     for is_marked in (True, False):
         module = nn.Linear(4, 2)
-        if is_marked:
-            module.weight.tensor_model_parallel = True
+        module.weight.tensor_model_parallel = is_marked
         for given in ({"data_parallel_group": alone}, {"groups": ParallelGroups(alone, tensor=dist.group.WORLD)}, {}):
             with library_warnings() as texts:
                 DistributedDataParallel(None, DistributedDataParallelConfig(), module, **given)

@@ -194,16 +194,21 @@ class Blocks:
         numels = torch.tensor([segment.numel for segment in self._gradients.segments], device="cpu")
         full = torch.tensor(self._counts, device="cpu") * self._block
         sizes[ends] -= full - numels
-        return sizes.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else sizes.to(like.device)
+        return _moved(sizes, like)
 
     def seeds(self, step: int, like: Tensor) -> Tensor:
         """A seed for each block in this step: ``(number,)``, int64, on the device of ``like``."""
         pairs = zip(self._gradients.segments, self._counts, strict=True)
-        return torch.cat([segment.seeds(step, count) for segment, count in pairs]).to(like.device)
+        return _moved(torch.cat([segment.seeds(step, count) for segment, count in pairs]), like)
 
     def _parts(self, values: Tensor) -> list[Tensor]:
         parts = values.split(self._counts)
         return [part.view(-1)[: segment.numel] for part, segment in zip(parts, self._gradients.segments, strict=True)]
+
+
+def _moved(numbers: Tensor, like: Tensor) -> Tensor:
+    """``numbers``, on the CPU, on the device of ``like``; no host waits for a GPU."""
+    return numbers.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else numbers.to(like.device)
 
 
 class HalfCodec(BlockCodec):
@@ -278,7 +283,7 @@ class Int8(BlockCodec):
         codes = torch.empty(len(values), self.block + values.element_size(), dtype=torch.uint8, device=values.device)
         scaled = values / scales
         if self.stochastic:
-            rows = max(1, _CACHED // self.block)
+            rows = len(values) if values.is_cuda else max(1, _CACHED // self.block)
             for part, own in zip(scaled.split(rows), seeds().split(rows), strict=True):
                 part.add_(_noise(own, part)).floor_().clamp_(-_LARGEST, _LARGEST)
         else:

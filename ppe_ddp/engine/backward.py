@@ -437,8 +437,8 @@ class Synchronizer(ABC):
 
         If there are several groups, it can compare in one ``only``.
 
-        After a failure all ranks connect again, also those that had completed the step before they hear of it, or that
-        others have waited for until the timeout.
+        After a failure all ranks connect again, also those that had completed the step before they hear of it, and
+        those that others have waited for until the timeout.
         """
         while True:
             self.connect_again()
@@ -447,7 +447,7 @@ class Synchronizer(ABC):
                     if only in (None, groups):
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
-                if not getattr(error, "is_late", True):
+                if isinstance(error, CommunicationError) and not error.is_late:
                     raise
                 for groups in self.groups:
                     groups.fail(error, "")

@@ -418,7 +418,7 @@ class Failures:
             own = lost.pop(self._rank, None)
             if lost:
                 late = self.lost_error(list(lost.values()), f"rank {found} has found")
-                late.is_late = not late.is_final
+                late.is_late = own is not None and not late.is_final
                 return late
             assert own is not None
             late = CommunicationError(

@@ -559,12 +559,13 @@ class DroppedForwards:
         self._rank = rank
         self._has_differed = False
         self._has_warned = False
+        self._base: Sequence[int] | None = None  # the counts from which ranks are compared; None for no dropped forward
 
     def unpack(self, extra: bytes, agreement: Agreement | None = None) -> bytes:
         """Unpack the bytes of :func:`pack_status`, one a rank, and warn once if the counts differ twice in a row.
 
-        By the ``agreement`` on masks, if there is one, only ranks that contribute are compared: one that has run out of
-        batches drops no forwards.
+        They are compared anew when all ranks contribute again, by the ``agreement`` on masks if there is one: a rank
+        that has run out of batches drops no forwards.
 
         Returns:
             The statuses.
@@ -572,14 +573,17 @@ class DroppedForwards:
         if not extra or max(extra) < 1 << _STATUS_BITS:
             self._has_differed = False
             return extra
-        ranks = range(len(extra)) if agreement is None else compress(range(len(extra)), agreement.statuses)
-        counts = {rank: extra[rank] >> _STATUS_BITS for rank in ranks}
-        differ = len(set(counts.values())) > 1
+        counts = [byte >> _STATUS_BITS for byte in extra]
+        if agreement is not None and not all(agreement.statuses):
+            self._base = counts
+        base = self._base or [0] * len(counts)
+        since = [(count - before) % _MODULUS for count, before in zip(counts, base, strict=True)]
+        differ = min(since) != max(since)
         # One difference is not enough: the garbage collector frees a graph in a reference cycle, and it runs at another
         # time on each rank.
         if differ and self._has_differed and not self._has_warned:
             self._has_warned = True
-            logger.warning(_warning(self._rank, counts))
+            logger.warning(_warning(self._rank, since))
         self._has_differed = differ
         return bytes(byte % (1 << _STATUS_BITS) for byte in extra)
 
@@ -589,8 +593,8 @@ def pack_status(status: int, dropped: int) -> int:
     return status | (dropped % _MODULUS) << _STATUS_BITS
 
 
-def _warning(rank: int, counts: Mapping[int, int]) -> str:
-    by_rank = ", ".join(f"rank {other}: {count}" for other, count in counts.items())
+def _warning(rank: int, counts: Sequence[int]) -> str:
+    by_rank = ", ".join(f"rank {other}: {count}" for other, count in enumerate(counts))
     return (
         f"rank {rank}: the ranks may be averaging gradients of different steps: they differ in how many forwards in "
         f"training mode have had no backward ({by_rank}). A rank that skips its backward, or goes on after its loss "

@@ -519,7 +519,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise a RuntimeError on all ranks if the norm is inf or NaN.
 
     Returns:
-        The norm before clipping, 0-dimensional, the same on every rank.
+        The norm before clipping, 0-dimensional, the same on every rank. If it is not finite, finite gradients of
+        several optimizers become zero: a ``GradScaler`` skips only the steps of those whose own are not finite.
     """
     if not (norm_type := float(norm_type)) > 0:
         raise ValueError(f"norm_type is {norm_type}, and must be positive; inf is the norm of the largest element")
@@ -553,6 +554,8 @@ def clip_grad_norm_(
                 "error_if_nonfinite=False to clip by it all the same"
             )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if len(optimizers) > 1:  # a GradScaler skips the step of that one alone whose gradients are not finite
+            factor = factor.nan_to_num(0.0)
         gradients = [gradient for own, _ in parts for gradient in own]
         for place in {gradient.device for gradient in gradients}:
             torch._foreach_mul_([one for one in gradients if one.device == place], factor.to(place))
