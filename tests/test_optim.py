@@ -243,6 +243,36 @@ def test_the_state_that_is_tried_out_for_a_checkpoint_calls_no_hooks():
     assert calls == []
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@on_two_ranks
+def test_a_post_hook_that_raises_on_one_rank_fails_the_step_of_the_next_optimizer(overlap):
+    wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))
+    weights = [[one for one in wrapper.parameters() if one.dim() == dim] for dim in (1, 2)]
+    optimizers = [DistributedOptimizer(torch.optim.SGD(own, lr=0.1), wrapper, overlap=overlap) for own in weights]
+    is_failing, raised = False, []
+
+    def hook(*_):
+        if is_failing and dist.get_rank() == 1:
+            raise ArithmeticError("planned")
+
+    optimizers[0].register_step_post_hook(hook)
+    for step in range(4):
+        is_failing = step == 1
+        wrapper.zero_grad()
+        wrapper(data(4, 6, step=step)).square().sum().backward()
+        try:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.synchronize()
+        except (ArithmeticError, PeerAbortedError) as error:
+            raised.append((step, type(error)))
+    is_told_by_a_warning = overlap and dist.get_rank() == 0
+    assert raised == [(1, ArithmeticError if dist.get_rank() == 1 else PeerAbortedError)] * (not is_told_by_a_warning)
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    wrapper.check_in_sync()
+
+
 @on_two_ranks
 def test_closures_hooks_and_zeroing():
     wrapper = DistributedDataParallel(seeded(mlp, 6, 8, 3))

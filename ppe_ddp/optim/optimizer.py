@@ -130,7 +130,7 @@ class DistributedOptimizer(Optimizer):
         self._dtype = master_dtype
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
-        self._is_stepping, self._last_step, self._has_begun = False, -1, False
+        self._is_stepping, self._last_step, self._has_begun, self._has_ended = False, -1, False, False
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
@@ -287,17 +287,17 @@ class DistributedOptimizer(Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """Torch's, which puts hooks around :meth:`step`; the other ranks are told if one before it raises here."""
+        """Torch's, which puts hooks around :meth:`step`; the other ranks are told if one of these raises here."""
         hooked = Optimizer.profile_hook_step(func)
 
         @wraps(hooked)
         def step(self: DistributedOptimizer, *args: Any, **kwargs: Any) -> Any:
-            self._has_begun = self._gather.is_sent = False
+            self._has_begun = self._has_ended = self._gather.is_sent = False
             try:
                 return hooked(self, *args, **kwargs)
             except BaseException as error:
-                if not self._has_begun:
-                    self._fail(error, is_awaited=self._may_gather())
+                if self._has_ended or not self._has_begun:
+                    self._fail(error, is_awaited=not self._has_ended and self._may_gather())
                 raise
 
         return step
@@ -345,6 +345,7 @@ class DistributedOptimizer(Optimizer):
             raise
         finally:
             self._is_stepping, self._last_step = False, self._model.groups.step
+        self._has_ended = True
         return loss
 
     def _loss_of(self, closure: Callable[[], Any]) -> Any:
