@@ -46,7 +46,6 @@ HUB = "10.0.0.254"
 LEFT_OUT = 3  # the exit code of a replica that others have gone on without
 FORK = multiprocessing.get_context("fork")
 ROWS, BATCH, SECONDS = 1000, 4, 120
-SAVES_EVERY = 0  # steps; 0 for no checkpoints
 DATA = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 # Where a replica is killed: the function that it is about to call, or has called, so many times.
 PHASES = {
@@ -102,8 +101,11 @@ def network():
 
 
 def optimizer_of(net):
-    """One that goes through a weight and its momentum in their order of memory."""
-    return torch.optim.Adagrad(net.parameters(), lr=0.05, fused=True)
+    """One that goes through a weight and its sum of squares in their order of memory.
+
+    By ``eps`` rounding stays small where a gradient is nothing else, as of a bias before a BatchNorm.
+    """
+    return torch.optim.Adagrad(net.parameters(), lr=0.05, eps=0.01, fused=True)
 
 
 def values_of(tensors):
@@ -215,7 +217,18 @@ def enter(words):
 
 
 def replica(
-    folder, name, place, size, steps, fault=None, compressor=None, raises_at=None, timeout=20.0, node=(), ballast=(0, 0)
+    folder,
+    name,
+    place,
+    size,
+    steps,
+    fault=None,
+    compressor=None,
+    raises_at=None,
+    timeout=20.0,
+    node=(),
+    ballast=(0, 0),
+    saves_every=0,
 ):
     if node:
         enter(node)
@@ -234,21 +247,22 @@ def replica(
     log("starts", membership.name)
     if fault is not None:
         arm(*fault, log)
-    training = None
+    training = checkpointer = None
     try:
         parts = {"model": model, "optimizer": optimizer, "ballast": ballast}
         training = ElasticTraining(membership, parts, timeout=timeout)
         assert training.committed or dist.get_world_size() < 3 or torch.initial_seed() == os.getpid()
-        saved = {"model": model, "optimizer": optimizer, "mean": AveragedModel(model)}
-        checkpointer = ppe_ddp.Checkpointer(Path(folder) / "checkpoints", saved) if SAVES_EVERY else None
+        if saves_every:
+            saved = {"model": model, "optimizer": optimizer, "mean": AveragedModel(model)}
+            checkpointer = ppe_ddp.Checkpointer(Path(folder) / "checkpoints", saved)
         log("joined", training.committed, dist.get_world_size(), values_of(net.buffers()).tolist())
-        train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer)
+        train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
         sys.exit(LEFT_OUT if training is not None else 0)
 
 
-def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer=None):
+def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every):
     for rows in training.batches(ROWS, BATCH, steps):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         optimizer.zero_grad()
@@ -270,7 +284,7 @@ def train(training, net, model, optimizer, ballast, raises_at, steps, log, check
             continue
         log("commits", before, training.names, training.committed)
         optimizer.step()
-        if checkpointer is not None and training.committed % SAVES_EVERY == 0:
+        if saves_every and training.committed % saves_every == 0:
             checkpointer.save(training.committed)
     state = itertools.chain(net.buffers(), [ballast.content.double().sum()])
     log("ends", values_of(net.parameters()).tolist(), values_of(state).tolist())
@@ -603,7 +617,6 @@ def main():
     parser.add_argument("--kill-every", type=float, nargs=2, metavar="SECONDS", help="the pause, and how long in all")
     parser.add_argument("--ballast", type=float, nargs=2, default=(10, 0), help="MB of state, seconds of each step")
     options = parser.parse_args()
-    globals()["SAVES_EVERY"] = options.saves_every
     ballast = (int(options.ballast[0]), options.ballast[1])
     if not options.mpi:
         optimizer_of(network())  # what that imports takes two seconds, which each replica would need after its fork
@@ -635,6 +648,7 @@ def main():
                 "timeout": options.timeout,
                 "nodes": nodes,
                 "ballast": ballast,
+                "saves_every": options.saves_every,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             is_cut = any(fault[3] == "cut" for fault in faults.values())

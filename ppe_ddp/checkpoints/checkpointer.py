@@ -33,7 +33,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     own_part,
     part_of,
 )
-from ppe_ddp.compression.comm_state import fitting_state
+from ppe_ddp.compression.comm_state import anew, fitting_state
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
@@ -133,7 +133,7 @@ def _forget_unsent(wrappers: Iterable[Any]) -> None:
         own = _communication_of(wrapper) or []
         of_compressors = [state for state in (own if isinstance(own, list) else [own]) if "compressor" in state]
         for state in of_compressors:
-            state |= {"parameters": {}, "steps": 0}
+            state.update(anew(state))
         if of_compressors:
             wrapper.load_comm_state_dict(own)
 

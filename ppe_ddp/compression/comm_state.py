@@ -211,7 +211,7 @@ class CommState:
     ) -> None:
         """Load a :meth:`state_dict`; raises for that of another compressor, rank, job or module."""
         if "buckets" in state and "compressor" not in state:  # saved without a compressor, so without its state
-            state = self.state_dict(compressor, groups, ()) | {"steps": 0}
+            state = anew(self.state_dict(compressor, groups, ()))
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(
@@ -281,6 +281,11 @@ def _averaging(groups: Groups) -> int:
     return len(_sharing(groups)) or groups.world_size
 
 
+def anew(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``comm_state_dict()`` of a compressor that begins anew: it has kept nothing, and a ``WarmUp`` warms up."""
+    return {**state, "parameters": {}, "steps": 0}
+
+
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
 
@@ -288,7 +293,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     this one, and on other nodes other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
-        return {**here, "parameters": {}, "steps": 0} if here else here
+        return anew(here) if here else here
     if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
     if saved["rank"] == 0:
@@ -303,7 +308,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     kept = {key: value for key, value in saved.items() if key not in of_compressor}
     if "compressor" not in here:
         return kept
-    return {**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}, "parameters": {}, "steps": 0}
+    return anew({**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}})
 
 
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:

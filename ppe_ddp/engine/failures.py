@@ -416,17 +416,14 @@ class Failures:
             lost = {one.rank: one for one in self._lost.refined(lost.values())}
             found = ", ".join(f"{failure.rank}" for failure in failures if failure.lost)
             own = lost.pop(self._rank, None)
-            if lost:
-                late = self.lost_error(list(lost.values()), f"rank {found} has found")
-                late.is_late = own is not None and not late.is_final
-                return late
-            assert own is not None
             late = CommunicationError(
                 f"rank {self._rank}: this rank came too late, and rank {found} has given this step up: {own}. Where "
                 "the others go on, the next step works; where a rank may be that slow, give init_process_group() a "
                 "longer timeout"
             )
-            late.is_late = True
+            if lost:
+                late = self.lost_error(list(lost.values()), f"rank {found} has found")
+            late.is_late = own is not None and not late.is_final
             return late
         reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)

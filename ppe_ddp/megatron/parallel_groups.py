@@ -212,10 +212,10 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(position_embedding(module, config)))
         self._model_groups = groups
         self._of_stages = needs_own_bucket(module, config)
-        is_marked = any(hasattr(parameter, "tensor_model_parallel") for parameter in module.parameters())
-        self.are_splits_marked = is_marked or groups.tensor not in splits
-        is_split = any(getattr(parameter, "tensor_model_parallel", False) for parameter in module.parameters())
-        if is_split and not groups.split_model and own.rank == 0 and own.world_size < dist.get_world_size():
+        mark = "tensor_model_parallel"
+        marks = [getattr(parameter, mark) for parameter in module.parameters() if hasattr(parameter, mark)]
+        self.are_splits_marked = bool(marks) or groups.tensor not in splits
+        if any(marks) and not groups.split_model and own.rank == 0 and own.world_size < dist.get_world_size():
             logger.warning(
                 "parameters are marked tensor_model_parallel, and the wrapper of ranks %s knows of no other group. If "
                 "the model is split over ranks, norms for clipping, inf and finalize_model_grads() leave out its other "

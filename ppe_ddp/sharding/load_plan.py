@@ -27,7 +27,7 @@ from torch.nn.parameter import is_lazy
 
 from ppe_ddp.backends.json_collectives import as_text
 from ppe_ddp.errors import CheckpointError
-from ppe_ddp.torch_internals import holds_tensors, split_strided
+from ppe_ddp.torch_internals import COMPILED, holds_tensors, split_strided
 
 Run: TypeAlias = "tuple[int, int]"
 Runs: TypeAlias = "tuple[Run, ...]"
@@ -147,7 +147,7 @@ def _within(runs: Runs, start: int, stop: int) -> Runs:
 
 _EXTRA = "_extra_state"  # nn.Module's name for an entry of any type
 # Parts of names that wrappers add; ignored in both names, as the checkpoint may be of another wrapper.
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset({COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class SourceEntry(NamedTuple):
