@@ -215,6 +215,24 @@ def test_a_checkpoint_without_master_weights_keeps_the_model_that_is_loaded():
 
 
 @on_two_ranks
+def test_parameters_that_are_their_own_master_weights_get_the_saved_ones():
+    """A bfloat16 model that goes on in float32: the model's own file has rounded values only."""
+    model, optimizer = halves(adagrad, torch.float32)
+    model(torch.full((1, 4), 0.3, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    master = saved["master"]["weight"].to_local()
+    wide = nn.Linear(4, 3, bias=False)
+    wide.load_state_dict(model.module.state_dict())
+    wrapper = DistributedDataParallel(wide)
+    DistributedOptimizer(adagrad(wide.parameters()), wrapper).load_state_dict(saved)
+    wrapper(torch.ones(1, 4))  # waits for the other rank's half
+    assert not torch.equal(master, master.bfloat16().float())
+    assert torch.equal(wide.weight.detach().view(-1)[6 * dist.get_rank() :][:6], master)
+    assert torch.equal(wide.weight.bfloat16(), model.module.weight)
+
+
+@on_two_ranks
 def test_hooks_of_state_dicts_are_called():
     _, optimizer = halves(adagrad, torch.float32)
     calls = []

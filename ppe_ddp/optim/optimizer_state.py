@@ -202,7 +202,7 @@ class _CheckpointPart:
                 self.state[master.index] = {}
                 for key, value in checkpoint["state"][name].items():
                     self._take(master, self.state[master.index], key, value)
-            if not master.is_alias:
+            if not master.is_alias or name in checkpoint["master"]:
                 value = checkpoint["master"].get(name, master.weight.detach())
                 self._take(master, self.weights, master.index, value)
 
