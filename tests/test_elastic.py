@@ -192,6 +192,32 @@ def test_who_joins_keeps_nothing_of_a_checkpoint_that_the_others_have_sent_since
     assert not state.of("weight")
 
 
+def test_what_each_has_loaded_by_itself_counts_in_full_when_they_meet(lone, tmp_path):
+    """A checkpoint of one rank, whose residual one of two ranks keeps: their step is divided by two."""
+    program = """if True:
+        import sys, torch, ppe_ddp, ppe_ddp.elastic
+        from ppe_ddp.compression import ErrorFeedback, TopK
+        membership = ppe_ddp.elastic.StoreMembership(sys.argv[2], size=2)
+        model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+        model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=1)))
+        ppe_ddp.Checkpointer(sys.argv[1], {"model": model}).load()
+        ppe_ddp.elastic.ElasticTraining(membership, {"model": model})
+        print(sum(one["residual"].sum().item() for one in model.comm_state_dict()["parameters"].values()))
+    """
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=1)))
+    training = elastic.ElasticTraining(lone, {"model": model})
+    with training.step():
+        model(torch.ones(4, 8)).sum().backward()
+    ppe_ddp.Checkpointer(tmp_path, {"model": model}).save(1)
+    kept = sum(one["residual"].sum().item() for one in model.comm_state_dict()["parameters"].values())
+    assert kept == 4.0 * 7  # one of eight elements was sent
+    store = elastic_program.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = [*warm_python(), "-c", program, str(tmp_path), f"tcp://127.0.0.1:{store.port}"]
+    jobs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert sorted(float(job.communicate(timeout=60)[0]) for job in jobs) == [0.0, 2 * kept]
+
+
 def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):
     model = copy.deepcopy(ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1)))  # which has no engine yet
     checkpointer = ppe_ddp.Checkpointer(tmp_path, {"model": model})

@@ -380,8 +380,7 @@ class ElasticTraining:
         dist.init_process_group(self._backend, store=store, rank=quorum.rank, world_size=size, timeout=limit)
         before = self._reducer.groups
         self._reducer = self._model._move(taken_after(quorum.words))
-        if self.committed >= 0:
-            self._memory.rescale(before, self._reducer.groups)
+        self._memory.rescale(before, self._reducer.groups)
         self._reducer.synchronizer.commits = self._commit
         self._share_state(quorum)
         return outcome.words
