@@ -500,9 +500,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         ``ErrorFeedback(PowerSGD(rank=4))``, averages the buckets from now on. Its state is in
         :meth:`comm_state_dict`. There may be one. All ranks must register the same compressor together.
 
-        ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It
-        sees every local ``.grad`` and may change, set or remove it. Communication then starts when backward
-        is over. There may be several.
+        ``register_comm_hook(hook)``: ``hook(ddp)`` is called after each backward, before synchronization. It sees every
+        local ``.grad`` and may change, set or remove it. Then communication starts. There may be several such hooks.
 
         ``register_comm_hook(state, hook)``: ``hook(state, bucket)`` reduces a bucket instead of the reduce
         function, and returns a ``torch.futures.Future`` of the flat result; torch's own hooks
@@ -553,12 +552,13 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
-        Load the module first. A compressor's state is dropped if it was saved in the other mode of :meth:`train_apart`.
+        Load the module first. With an empty ``state``, or one of the other mode of :meth:`train_apart`, a compressor
+        begins anew: what it has not sent is dropped.
         """
         reducer, compressor = self._ready(), self._hooks.compressor
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
-        if state.get("apart", False) != self._is_apart:
+        if state and state.get("apart", False) != self._is_apart:
             state = {**state, "parameters": {}, "written": []}
         if compressor is not None:
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)

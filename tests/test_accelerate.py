@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from one_process import data, seeded
 from ppe_ddp import Checkpointer, DistributedDataParallel
-from ppe_ddp.compression import LocalSGD
+from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from rank_tests import on_two_ranks
 from routed import Counter, RoutedNet, assert_trained, indices, items_of, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run, warm_python
@@ -126,6 +126,20 @@ def test_saved_and_loaded(tmp_path):
             own.save_state(tmp_path)
             assert list(own.get_state_dict(model)) == list(net.state_dict())
     assert_trained(net, trained_alone(6))
+
+
+@on_two_ranks
+def test_compressors_begin_anew_where_a_training_loads_its_state(tmp_path):
+    with accelerator() as own:
+        net = made()
+        model, optimizer = own.prepare(net, sgd(net))
+        model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
+        steps(own, model, optimizer, indices(1))
+        assert model.comm_state_dict()["parameters"]
+        own.save_state(tmp_path)
+        own.wait_for_everyone()
+        own.load_state(tmp_path)
+        assert not model.comm_state_dict()["parameters"]
 
 
 @on_two_ranks

@@ -264,7 +264,21 @@ def test_a_state_is_that_of_one_rank_and_one_compressor():
     with pytest.raises(ValueError, match="parameter 'gone', which the module does not have"):
         wrapper.load_comm_state_dict({**state, "parameters": {"gone": {}}})
     with pytest.raises(ValueError, match="state of communication is of rank None"):
-        wrapper.load_comm_state_dict({})
+        wrapper.load_comm_state_dict({"steps": 1})
+
+
+@on_two_ranks
+def test_with_an_empty_state_a_compressor_begins_anew():
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
+    wrapper.register_comm_hook(ErrorFeedback(Sign()))
+    walk(0)(wrapper, dist.get_rank())
+    before = wrapper.comm_state_dict()
+    wrapper.load_comm_state_dict({})
+    after = wrapper.comm_state_dict()
+    assert (before["steps"], after["steps"]) == (1, 0)
+    assert before["parameters"]
+    assert not after["parameters"]
+    assert after["buckets"] == before["buckets"]
 
 
 @on_two_ranks

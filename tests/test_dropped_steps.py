@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,7 +327,9 @@ def test_a_step_that_fails_before_it_sends_leaves_the_one_before(is_taken):
     if is_taken:
         parameter.grad = torch.ones(2)
         torch.optim.SGD([parameter], lr=1.0).step()
-    state.revoke()
+    groups = SimpleNamespace(taken=4)
+    state.revoke(groups)
+    assert groups.taken == 4
     assert state.of("a") == {"residual": 2 if is_taken else 1}
 
 

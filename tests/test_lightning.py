@@ -170,6 +170,50 @@ def test_the_trainer_goes_on_where_it_was(tmp_path):
 
 
 @on_two_ranks
+def test_compressors_begin_anew_where_a_training_loads_its_model():
+    from lightning.pytorch.callbacks import Callback
+
+    from ppe_ddp.compression import ErrorFeedback, TopK
+    from ppe_ddp.integrations.lightning import TrainerStrategy
+
+    kept = []
+
+    class RollsBack(Callback):  # as LearningRateFinder does
+        def on_train_batch_end(self, trainer, module, *_):
+            kept.append(len(trainer.strategy.model.comm_state_dict()["parameters"]))
+            trainer.strategy.load_model_state_dict({"state_dict": module.state_dict()})
+            kept.append(len(trainer.strategy.model.comm_state_dict()["parameters"]))
+
+    with started_by_torchrun():
+        strategy = TrainerStrategy(ddp_comm_hook=ErrorFeedback(TopK(0.1, min_numel=4)))
+        trainer(strategy=strategy, callbacks=[RollsBack()]).fit(
+            lightning_module(), DataLoader(indices(1), batch_size=None)
+        )
+    assert kept[0] > 0
+    assert kept[1] == 0
+
+
+@on_two_ranks
+def test_compressors_begin_anew_where_fabric_loads_a_module(tmp_path):
+    from lightning.fabric import Fabric
+
+    import ppe_ddp.integrations.lightning  # noqa: F401  # the line of its user
+    from ppe_ddp.compression import ErrorFeedback, TopK
+
+    with started_by_torchrun():
+        fabric = Fabric(strategy="ppe_ddp", accelerator="cpu", devices=2)
+        fabric.launch()
+        model = fabric.setup(made())
+        wrapper = model._forward_module
+        wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
+        fabric.backward(model(indices(1)[0]).pow(2).mean())
+        assert wrapper.comm_state_dict()["parameters"]
+        fabric.save(tmp_path / "checkpoint", {"model": model})
+        fabric.load(tmp_path / "checkpoint", {"model": model})
+        assert not wrapper.comm_state_dict()["parameters"]
+
+
+@on_two_ranks
 def test_fabric():
     from lightning.fabric import Fabric
 

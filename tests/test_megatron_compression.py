@@ -1,5 +1,7 @@
 """Compressors in Megatron's wrapper: what is lost is accounted for, and what does not go is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,7 +72,7 @@ def test_going_on_without_a_compressor_is_told():
     with library_warnings() as texts:
         assert fitting_state(saved, {}) == {}
     assert [text[:30] for text in texts] == ["this was saved with TopK(0.1),"]
-    assert fitting_state({}, saved) == {**saved, "steps": 0}
+    assert fitting_state({}, saved) == {}
 
 
 @on_two_ranks
@@ -87,6 +89,47 @@ def test_no_compressor_no_state():
     model.load_comm_state_dict([{}])
     with pytest.raises(ValueError, match="no compressor that could take a state"):
         model.load_comm_state_dict([{"rank": 0}])
+
+
+@pytest.mark.parametrize("compressor", [Int8(), ErrorFeedback(Int8())], ids=repr)
+@on_two_ranks
+def test_a_step_of_few_tokens_after_one_of_many_is_told(compressor):
+    config = SimpleNamespace(calculate_per_token_loss=True)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), net(), reduce_function=compressor)
+    for tokens, is_told in ((50.0, False), (26.0, False), (5.0, True), (50.0, False)):
+        model.zero_grad_buffer()
+        model(data(5, 4)).pow(2).sum().backward()
+        with library_warnings() as texts:
+            finalize_model_grads([model], torch.tensor([tokens]))
+        told = [text for text in texts if "counts 5.2 times as much" in text]
+        assert bool(told) == (is_told and isinstance(compressor, ErrorFeedback) and dist.get_rank() == 0)
+
+
+@on_two_ranks
+def test_a_step_that_is_dropped_in_all_chunks_is_counted_in_none():
+    """Else ranks of tensor parallelism, of which one group has failed, would draw other random numbers from then on."""
+    config, compressor = DistributedDataParallelConfig(), ErrorFeedback(TopK(0.1, min_numel=20))
+    chunks = [DistributedDataParallel(None, config, net(), reduce_function=compressor) for _ in range(2)]
+
+    def take_a_step(fails=False):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            chunk(data(5, 4)).pow(2).sum().backward()
+        if fails and dist.get_rank():
+            chunks[1].abort_grad_sync()
+        finalize_model_grads(chunks)
+        return [chunk.comm_state_dict()[0] for chunk in chunks]
+
+    before = take_a_step()
+    with pytest.raises(PeerAbortedError):
+        take_a_step(fails=True)
+    assert [chunk.comm_state_dict()[0]["steps"] for chunk in chunks] == [1, 1]
+    assert [state["steps"] for state in take_a_step()] == [2, 2]
+    for chunk in chunks:
+        chunk.load_comm_state_dict({})
+    assert [chunk.comm_state_dict()[0]["steps"] for chunk in chunks] == [0, 0]
+    assert before[0]["parameters"]
+    assert not chunks[0].comm_state_dict()[0]["parameters"]
 
 
 class Towers(nn.Module):

@@ -33,7 +33,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     own_part,
     part_of,
 )
-from ppe_ddp.compression.comm_state import anew, fitting_state
+from ppe_ddp.compression.comm_state import fitting_state
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
@@ -130,12 +130,8 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 def _forget_unsent(wrappers: Iterable[Any]) -> None:
     """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
     for wrapper in wrappers:
-        own = _communication_of(wrapper) or []
-        of_compressors = [state for state in (own if isinstance(own, list) else [own]) if "compressor" in state]
-        for state in of_compressors:
-            state.update(anew(state))
-        if of_compressors:
-            wrapper.load_comm_state_dict(own)
+        if not _has_no_engine(wrapper):
+            wrapper.load_comm_state_dict({})
 
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:

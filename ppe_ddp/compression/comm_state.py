@@ -42,6 +42,7 @@ class CommState:
         self._of: dict[str, dict[str, Any]] = {}
         self._before: dict[str, dict[str, Any]] = {}
         self._taken: dict[str, dict[str, Any]] = {}  # the state before the last committed step
+        self._is_counted = False  # whether that step is counted
         self._can_revoke = can_revoke
         # After put_back_unless_stepped(): parameters that an optimizer may update, by name; the ids of parameters that
         # one has updated; and a function that ends the notes of these.
@@ -57,6 +58,11 @@ class CommState:
     def is_empty(self) -> bool:
         return not any(self._of.values())
 
+    @property
+    def keeps(self) -> bool:
+        """Whether a part of some gradient has not been sent yet."""
+        return any(RESIDUAL in own for own in self._of.values())
+
     def keep(self, names: Iterable[str]) -> None:
         """Keep a copy of the state of the parameters ``names``, which the current step may replace."""
         self.decide()
@@ -64,6 +70,11 @@ class CommState:
         for name in names:
             if name not in self._before:
                 self._before[name] = dict(self.of(name))
+
+    def count(self, groups: Groups) -> None:
+        """Count a step in ``groups``, whether its averages are finite or not."""
+        groups.taken += 1
+        self._is_counted = self._can_revoke
 
     def commit(self) -> None:
         """Commit the state of the step: drop the copies of :meth:`keep`."""
@@ -74,9 +85,12 @@ class CommState:
     def settle(self) -> None:
         """Drop the state before the last step, which can no longer be revoked."""
         self._taken.clear()
+        self._is_counted = False
 
-    def revoke(self) -> None:
-        """Restore the state before the last step, which is dropped after its communication was complete."""
+    def revoke(self, groups: Groups) -> None:
+        """Restore the state before the last step in ``groups``, which is dropped after it was complete there."""
+        groups.taken -= self._is_counted
+        self._is_counted = False
         self.decide()  # an earlier step may be undecided; of the last one no optimizer has updated anything
         self._before = self._before or self._taken
         self._taken = {}
@@ -209,8 +223,8 @@ class CommState:
     def load_state_dict(
         self, state: Mapping[str, Any], compressor: Compressor, groups: Groups, specs: Sequence[ParameterSpec]
     ) -> None:
-        """Load a :meth:`state_dict`; raises for that of another compressor, rank, job or module."""
-        if "buckets" in state and "compressor" not in state:  # saved without a compressor, so without its state
+        """Load a :meth:`state_dict`, or an empty one; raises for that of another compressor, rank, job or module."""
+        if not state or ("buckets" in state and "compressor" not in state):  # saved without a compressor
             state = anew(self.state_dict(compressor, groups, ()))
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
@@ -293,7 +307,7 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     this one, and on other nodes other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
-        return anew(here) if here else here
+        return saved
     if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
         return saved
     if saved["rank"] == 0:

@@ -83,7 +83,7 @@ class CompressorReduction(Reduction):
             is_finite = self._state.is_empty or self.has_finite_averages()
         started, self._started = self._started, []
         self._sparse.clear()
-        self._groups.taken += 1
+        self._state.count(self._groups)
         if is_finite:
             self._state.commit()
             return

@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import accelerate
 from torch import Tensor, nn
@@ -55,7 +56,9 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
         join_launcher()
+        self._wrappers: list[ref[DistributedDataParallel]] = []  # in the same order on all ranks
         super().__init__(*args, **kwargs)
+        self.register_load_state_pre_hook(self._forget_unsent)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -72,7 +75,14 @@ class Accelerator(accelerate.Accelerator):
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapper)
         wrapper._is_accelerate_prepared = True
+        self._wrappers.append(ref(wrapper))
         return wrapper
+
+    def _forget_unsent(self, *_: Any) -> None:
+        """Let compressors begin anew before ``load_state()``, whose files have nothing of them."""
+        for reference in self._wrappers:
+            if (wrapper := reference()) is not None:
+                wrapper.load_comm_state_dict({})
 
     @property
     def multi_device(self) -> bool:

@@ -11,7 +11,7 @@ arguments of Lightning's ``DDPStrategy``, but the keywords of our wrapper instea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import StrategyRegistry as TRAINER_STRATEGIES
 from torch import nn
 from typing_extensions import override
 
+from ppe_ddp.compression import Compressor
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.torch_internals import uncompiled
 
@@ -52,7 +53,7 @@ class TrainerStrategy(_Strategy, TrainerBase):
 
     Only the last of ``accumulate_grad_batches`` micro-batches is synchronized. If a rank's ``training_step`` returns
     None, its gradients count as zero, and it takes the same step as the others. A ``ddp_comm_hook`` works on all
-    devices.
+    devices, and may be a compressor: ``ddp_comm_hook=ErrorFeedback(PowerSGD(rank=4))``.
     """
 
     model: Any
@@ -65,10 +66,19 @@ class TrainerStrategy(_Strategy, TrainerBase):
     @override
     def _register_ddp_hooks(self) -> None:
         hook = self._ddp_comm_hook
-        if hook is not None:
+        if isinstance(hook, Compressor):
+            self.model.register_comm_hook(hook)
+        elif hook is not None:
             self.model.register_comm_hook(
                 self._ddp_comm_state, hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
             )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load as Lightning does, also in training (``lr_find``); a compressor then begins anew."""
+        super().load_model_state_dict(checkpoint, strict)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.load_comm_state_dict({})
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -129,6 +139,13 @@ class FabricStrategy(_Strategy, FabricBase):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Wrap ``module``."""
         return DistributedDataParallel(module, device_ids=self._determine_ddp_device_ids(), **self._ddp_kwargs)
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load as Fabric does, also in training; a compressor then begins anew."""
+        super().load_module_state_dict(module, state_dict, strict)
+        if isinstance(module, DistributedDataParallel):
+            module.load_comm_state_dict({})
 
 
 class _NoSync(_BackwardSyncControl):

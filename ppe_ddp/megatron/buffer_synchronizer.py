@@ -117,6 +117,7 @@ class BufferSynchronizer(Synchronizer):
         self._pending_results: tuple[Completion, Backward] | None = None
         self._holds_averages = False
         self._counts_tokens = sums
+        self.tokens = 0.0  # by which the gradients of the last step were divided
         self._numbers: list[Callable[[], Steps]] = []  # each sums one
         self.is_sent = False
 
@@ -382,7 +383,10 @@ class BufferSynchronizer(Synchronizer):
     def end_step(self, *, is_taken: bool) -> None:
         """Commit the step in all compressors, or revoke it; all ranks of the model do the same, for all chunks."""
         for group in self.reduction_groups:
-            (group.comm_state.settle if is_taken else group.comm_state.revoke)()
+            if is_taken:
+                group.comm_state.settle()
+            else:
+                group.comm_state.revoke(group.groups)
 
     def _finish_results(
         self, backward: Backward, schedule: LaunchSchedule[BufferBucket], votes: Sequence[MaskExchange]

@@ -184,8 +184,12 @@ class DistributedDataParallel(DistributedDataParallelBase):
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the :meth:`comm_state_dict` of this rank. All ranks call this together."""
-        for group, state in zip(self.gradient_buffers.reduction_groups, states, strict=True):
+        """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
+
+        With an empty ``states`` compressors begin anew: what they have not sent is dropped.
+        """
+        groups = self.gradient_buffers.reduction_groups
+        for group, state in zip(groups, states or [{}] * len(groups), strict=True):
             group.load_comm_state_dict(state)
 
     # ------------------------------------------------------------------ forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,8 @@ from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import SPLITS, ModelParallel, ParallelGroups, position_embedding, word_embedding
 from ppe_ddp.torch_internals import uncompiled
+
+logger = logging.getLogger("ppe_ddp")
 
 # Fields of the model's configuration that ask for sums or updates that this library does not have.
 _REFUSED: dict[str, Callable[[Any], bool]] = {
@@ -145,6 +148,7 @@ def finalize_model_grads(
         _update_routers(chunks, config, routers, counts)
         total = 0.0 if num_tokens is None else float(num_tokens.item())
         for chunk in chunks if total > 0 else ():
+            _warn_of_few_tokens(chunk.gradient_buffers, total)
             chunk.scale_gradients(1.0 / total)
 
 
@@ -197,6 +201,19 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
             raise [*interrupts, *lost, errors[-1]][0]  # an interrupt or a lost rank causes the other errors
         finally:
             del errors, interrupts, lost  # their frames hold this frame, and the connections
+
+
+def _warn_of_few_tokens(buffers: BufferSynchronizer, total: float) -> None:
+    """Warn if what a compressor has kept of sums over more tokens has been sent with a step of far fewer."""
+    before, buffers.tokens = buffers.tokens, total
+    groups = buffers.reduction_groups
+    if total < before / 2 and groups and groups[0].groups.rank == 0 and any(one.comm_state.keeps for one in groups):
+        logger.warning(
+            "a step of %d tokens follows one of %d: what the compressor had not sent of sums over tokens now counts "
+            "%.1f times as much. Leave such a batch out (drop_last=True), or average over tokens by weigh() with the "
+            "wrapper ppe_ddp.DistributedDataParallel",
+            *(total, before, before / total),
+        )
 
 
 def _begin(chunks: Sequence[DistributedDataParallel]) -> None:
