@@ -33,6 +33,7 @@ from ppe_ddp.sharding import (
     patch_accelerate,
     shard_broadcasted_state_dict,
 )
+from ppe_ddp.sharding.load_group import LoadGroup
 from ppe_ddp.sharding.load_plan import (
     ExpectedEntry,
     RoutedTensor,
@@ -234,6 +235,35 @@ def test_a_rank_that_dies_in_a_load_is_named_on_all():
     assert sorted(found) == [0, 1]
     assert all(error.ranks == (2,) for error in found.values()), found
     assert all("rank 2, which has died" in str(error) for error in found.values()), found
+
+
+def test_who_hears_of_a_death_in_another_group_knows_the_rank_in_the_job():
+    with Ranks(3, timeout=120) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(die_in_one_group, grace=SECONDS)
+    found = caught.value.exceptions
+    assert [type(found[rank]) for rank in (0, 1)] == [CommunicationError] * 2
+    assert [(found[rank].job_rank, found[rank].is_final) for rank in (0, 1)] == [(2, True)] * 2
+    assert found[1].ranks == (1,)
+
+
+def die_in_one_group():
+    rank = dist.get_rank()
+    near, far = dist.new_group([0, 1]), dist.new_group([1, 2])
+    error = None
+    if rank > 0:
+        group = LoadGroup(far)
+        assert group.from_each(lambda: rank) == [1, 2]
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CommunicationError) as caught:
+            group.from_each(lambda: rank)
+        error = caught.value
+
+    def tell():
+        if error is not None:
+            raise error
+
+    LoadGroup(near).from_each(tell)
 
 
 def load_and_die():

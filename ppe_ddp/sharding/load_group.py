@@ -80,13 +80,14 @@ class LoadGroup:
         return _values(everyone, failure)
 
     def _attempt(self, make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        """This rank's message, which is a result or the text of an error for all ranks; and the error itself."""
+        """This rank's message, a result or an error for all ranks (its text, and who is lost); and the error itself."""
         try:
-            return (make(), None), None
+            return (make(), None, None), None
         except CheckpointError as error:
-            return (None, str(error)), error
+            return (None, str(error), None), error
         except BaseException as error:  # an interrupt, too: the others wait for this rank
-            return (None, f"rank {self.rank}: {type(error).__name__}: {error}"), error
+            lost = [error.job_rank, error.is_final] if isinstance(error, CommunicationError) else None
+            return (None, f"rank {self.rank}: {type(error).__name__}: {error}", lost), error
 
     def wait(self, pending: Any, device: torch.device) -> None:
         """Wait for a message; raises if a rank is gone, or has told that one is."""
@@ -113,12 +114,19 @@ class LoadGroup:
 
 def _values(answers: list[Any], failure: BaseException | None) -> list[Any]:
     """The results; raises this rank's interrupt, or the first error among them, with this rank's own as its cause."""
-    if failure is not None and not isinstance(failure, Exception):
+    if failure is not None and (isinstance(failure, CommunicationError) or not isinstance(failure, Exception)):
         raise failure
-    for _, text in answers:
+    for _, text, lost in answers:
         if text is not None:
-            raise CheckpointError(text) from failure
-    return [value for value, _ in answers]
+            raise CheckpointError(text) if lost is None else _lost_elsewhere(text, *lost) from failure
+    return [value for value, *_ in answers]
+
+
+def _lost_elsewhere(text: str, job_rank: int | None, is_final: bool) -> CommunicationError:
+    """The error of a rank that was lost in another group, of whose ranks one has told this."""
+    error = CommunicationError(text)
+    error.job_rank, error.job_ranks, error.is_final = job_rank, (job_rank,), is_final
+    return error
 
 
 class _Processes:
@@ -131,7 +139,7 @@ class _Processes:
         addresses = all_gather_json(None if address is None else address.packed(), group)
         self._rank = rank
         self._lost = LostRanks(store, name, rank, len(addresses), PeerProcesses(rank, address, addresses))
-        self.failures = Failures(store, name, rank, self._lost)
+        self.failures = Failures(store, name, rank, self._lost, dist.get_process_group_ranks(group).__getitem__)
 
     def explained(self, error: Exception) -> PpeDdpError | None:
         """The error that names the ranks that are gone; None if this rank finds none.
