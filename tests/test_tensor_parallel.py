@@ -291,3 +291,28 @@ def test_what_a_compressor_keeps_is_that_of_the_optimizer_that_steps(steps):
     wrapper.zero_grad()
     wrapper(torch.ones(1, 4), torch.zeros(1, 4)).backward()
     assert module.other.weight.grad.to_local().tolist() == [[0.0, 4.0 if steps else 0.0, 0.0, 0.0]]
+
+
+@on_four_ranks
+def test_copies_stay_equal_with_a_compressor_if_one_rank_has_inf():
+    mesh = mesh_of(2)
+    module = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)))
+    module = parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    wrapper = DistributedDataParallel(module, device_mesh=mesh["dp"])
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.25, min_numel=1)))
+    optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    copy_of = module[2].bias
+    for step in range(6):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(2 * step + mesh.get_local_rank("dp"))
+        loss = wrapper(torch.randn(5, 6, generator=generator)).pow(2).mean()
+        before, factor = copy_of.to_local().detach().clone(), torch.inf if step == 2 and dist.get_rank() == 0 else 1.0
+        hook = module[0].weight.register_hook(lambda gradient, factor=factor: gradient * factor)
+        scaler.scale(loss).backward()
+        hook.remove()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(copy_of.to_local(), before) == (step == 2)
+    copies = [torch.empty_like(before) for _ in range(4)]
+    dist.all_gather(copies, copy_of.to_local().detach())
+    assert all(torch.equal(copies[0], other) for other in copies[1:])

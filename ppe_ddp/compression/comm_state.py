@@ -134,8 +134,8 @@ class CommState:
         ]
         self._undecided = finite, updated, weakref.finalize(self, _remove, hooks)
 
-    def note_outer_step(self) -> None:
-        """Note after :meth:`put_back_unless_stepped` that an outer step updates all parameters; no optimizer does."""
+    def note_all_updated(self) -> None:
+        """Note after :meth:`put_back_unless_stepped` that all finite parameters count as updated by an optimizer."""
         if self._undecided is not None:
             finite, updated, _ = self._undecided
             updated.update(map(id, finite.values()))

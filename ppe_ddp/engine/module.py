@@ -122,6 +122,11 @@ class ModuleState:
         """The parameters, with the local tensor in place of each DTensor."""
         return [*map(local_tensor, self.parameters)] if self.distributed else self.parameters  # type: ignore[list-item]
 
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks have other parts of some parameters."""
+        return any(parameter.device_mesh.size() > 1 for parameter in self.distributed.values())  # type: ignore[attr-defined]
+
     def distributed_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that are DTensors, by their names in messages."""
         parameters = {f"parameter {self.names[i]!r}": p for i, p in self.distributed.items()}
