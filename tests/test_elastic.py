@@ -215,7 +215,12 @@ def test_what_each_has_loaded_by_itself_counts_in_full_when_they_meet(lone, tmp_
     store = elastic_program.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [*warm_python(), "-c", program, str(tmp_path), f"tcp://127.0.0.1:{store.port}"]
     jobs = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert sorted(float(job.communicate(timeout=60)[0]) for job in jobs) == [0.0, 2 * kept]
+    try:
+        printed = [job.communicate(timeout=60)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert sorted(map(float, printed)) == [0.0, 2 * kept]
 
 
 def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):

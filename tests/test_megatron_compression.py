@@ -96,13 +96,25 @@ def test_no_compressor_no_state():
 def test_a_step_of_few_tokens_after_one_of_many_is_told(compressor):
     config = SimpleNamespace(calculate_per_token_loss=True)
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), net(), reduce_function=compressor)
-    for tokens, is_told in ((50.0, False), (26.0, False), (5.0, True), (50.0, False)):
+    for tokens, is_told in ((50.0, False), (26.0, False), (0.0, False), (5.0, True), (50.0, False)):
         model.zero_grad_buffer()
-        model(data(5, 4)).pow(2).sum().backward()
+        kept = rest_of(model)
+        (model(data(5, 4)).pow(2).sum() * (tokens > 0)).backward()
         with library_warnings() as texts:
-            finalize_model_grads([model], torch.tensor([tokens]))
+            finalize_model_grads([model], torch.tensor([tokens / 2]))
         told = [text for text in texts if "counts 5.2 times as much" in text]
         assert bool(told) == (is_told and isinstance(compressor, ErrorFeedback) and dist.get_rank() == 0)
+        if not tokens:
+            assert not any(parameter.main_grad.any() for parameter in model.module.parameters())
+            assert torch.equal(rest_of(model), kept)
+
+
+def rest_of(model):
+    """The sum over the ranks of what the compressor has kept."""
+    states = model.comm_state_dict()[0]["parameters"].values()
+    total = sum([one["residual"].sum() for one in states if "residual" in one], torch.zeros(()))
+    dist.all_reduce(total)
+    return total
 
 
 @on_two_ranks
@@ -130,6 +142,33 @@ def test_a_step_that_is_dropped_in_all_chunks_is_counted_in_none():
     assert [chunk.comm_state_dict()[0]["steps"] for chunk in chunks] == [0, 0]
     assert before[0]["parameters"]
     assert not chunks[0].comm_state_dict()[0]["parameters"]
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["all leave it out", "the other rank steps"])
+@on_two_ranks
+def test_a_step_that_is_not_finite_on_one_tensor_parallel_rank_is_as_undecided_on_the_other(steps):
+    """Else copies of a parameter, whose gradients are finite on both, would have different residuals for ever."""
+    alone = [dist.new_group([rank]) for rank in range(2)]
+    groups = ParallelGroups(data=alone[dist.get_rank()], tensor=dist.group.WORLD)
+    module = seeded(Towers)
+    module.expert.weight.allreduce, module.expert.weight.tensor_model_parallel = True, True
+    compressor = ErrorFeedback(TopK(0.25, min_numel=1))
+    model = DistributedDataParallel(
+        None, DistributedDataParallelConfig(), module, reduce_function=compressor, groups=groups
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    takes = steps and dist.get_rank() == 1
+    for x, y in (([8.0, 4.0, 0.0, 0.0], torch.inf if dist.get_rank() == 0 else 1.0), ([0.0] * 4, 1.0)):
+        model.zero_grad_buffer()
+        model(torch.tensor([x]), torch.full((1, 4), y)).backward()
+        finalize_model_grads([model])
+        for parameter in module.parameters():
+            parameter.grad = parameter.main_grad
+        if takes:
+            optimizer.step()
+    # What is left of the first step, of which 8 was sent, if that step is taken.
+    sent = [0.0, 4.0, 0.0, 0.0] if takes else [0.0, 0.0, 0.0, 0.0]
+    assert module.dense.weight.main_grad.tolist() == [sent]
 
 
 class Towers(nn.Module):

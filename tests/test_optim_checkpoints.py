@@ -472,6 +472,27 @@ def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
 
 
 @on_two_ranks
+def test_ranks_agree_on_inf_though_a_group_was_removed():
+    module = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
+    groups = [{"params": [*layer.parameters()]} for layer in module]
+    wrapper = DistributedDataParallel(module)
+    optimizer = DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), wrapper)
+    del optimizer.param_groups[0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = module[1].bias.detach().clone()
+    for is_bad in (True, False):
+        optimizer.zero_grad()
+        scaler.scale(wrapper(torch.ones(1, 4)).sum()).backward()
+        weights = optimizer.param_groups[0]["params"]
+        if is_bad and dist.get_rank() == 1:
+            weights[0].grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert torch.equal(module[1].bias, before) == is_bad
+
+
+@on_two_ranks
 def test_who_saves_alone_what_all_must_save_is_told_at_once():
     model, optimizer = two_heads("megatron", torch.optim.AdamW)
     train(model, optimizer, [0])

@@ -301,9 +301,10 @@ def test_copies_stay_equal_with_a_compressor_if_one_rank_has_inf():
     wrapper = DistributedDataParallel(module, device_mesh=mesh["dp"])
     wrapper.register_comm_hook(ErrorFeedback(TopK(0.25, min_numel=1)))
     optimizer, scaler = torch.optim.SGD(module.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
-    copy_of = module[2].bias
+    copy_of, rests = module[2].bias, []
     for step in range(6):
         optimizer.zero_grad()
+        rests.append({name: one["residual"].clone() for name, one in wrapper.comm_state_dict()["parameters"].items()})
         generator = torch.Generator().manual_seed(2 * step + mesh.get_local_rank("dp"))
         loss = wrapper(torch.randn(5, 6, generator=generator)).pow(2).mean()
         before, factor = copy_of.to_local().detach().clone(), torch.inf if step == 2 and dist.get_rank() == 0 else 1.0
@@ -316,3 +317,5 @@ def test_copies_stay_equal_with_a_compressor_if_one_rank_has_inf():
     copies = [torch.empty_like(before) for _ in range(4)]
     dist.all_gather(copies, copy_of.to_local().detach())
     assert all(torch.equal(copies[0], other) for other in copies[1:])
+    if dist.get_rank() == 0:  # has the inf; its own parts are as before the step
+        assert all(torch.equal(rests[3][name], rests[2][name]) for name in ("0.weight", "0.bias", "2.weight"))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ppe_ddp import DistributedDataParallel
+from ppe_ddp.compression import ErrorFeedback, TopK
 from rank_tests import on_two_ranks
 from routed import assert_trained, items_of, made, sgd, started_by_torchrun, trained_alone
 from subprocesses import MPIRUN, needs_mpirun, run
@@ -201,6 +202,18 @@ def test_saved_resumed_and_loaded_without_a_wrapper(tmp_path):
     dist.barrier()  # rank 0 alone has written
     loaded = model_class().from_pretrained(tmp_path / "end")
     assert_trained(loaded.net, trained_alone(6))
+
+
+@on_two_ranks
+def test_the_compressor_of_a_trainer_that_goes_back_begins_anew(tmp_path):
+    trainer = trained(tmp_path, 1, save_strategy="steps", save_steps=1)
+    wrapper = trainer.model_wrapped
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
+    wrapper(torch.tensor([0]))["loss"].backward()
+    assert wrapper.comm_state_dict()["parameters"]
+    dist.barrier()  # rank 0 alone has written
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert not wrapper.comm_state_dict()["parameters"]
 
 
 def train_alone(folder):

@@ -99,7 +99,7 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         return
     own = wrapper.comm_state_dict()
     if saved is None or isinstance(own, list) is not isinstance(saved, list):
-        _forget_unsent([wrapper])
+        forget_unsent([wrapper])
         for state in saved if isinstance(saved, list) else [saved or {}]:
             fitting_state(state, {})  # warns of what is not loaded
     elif isinstance(own, list):
@@ -127,10 +127,11 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {name: wrapper for wrapper, name in found.items()}
 
 
-def _forget_unsent(wrappers: Iterable[Any]) -> None:
+def forget_unsent(wrappers: Iterable[Any]) -> None:
     """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
     for wrapper in wrappers:
-        if not _has_no_engine(wrapper):
+        hooks = getattr(wrapper, "_hooks", None)  # Megatron's wrapper has none
+        if not _has_no_engine(wrapper) and (hooks is None or hooks.compressor is not None):
             wrapper.load_comm_state_dict({})
 
 
@@ -448,7 +449,7 @@ class Checkpointer:
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)
-        self._ranks.from_each(lambda: _forget_unsent(self._wrappers.values()))
+        self._ranks.from_each(lambda: forget_unsent(self._wrappers.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
 
@@ -482,8 +483,10 @@ class Checkpointer:
             try:
                 told = others.from_each(partial(_raised, error, places))
                 places = sorted(place for own in told for place in own)
-            except (CheckpointError, CommunicationError) as theirs:
+            except CheckpointError as theirs:
                 error = error or theirs
+            except CommunicationError as theirs:
+                error = error if isinstance(error, CommunicationError) else theirs
         if error is not None:
             raise error
         return found[0], places[0], places[-1]

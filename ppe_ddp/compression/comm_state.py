@@ -58,11 +58,6 @@ class CommState:
     def is_empty(self) -> bool:
         return not any(self._of.values())
 
-    @property
-    def keeps(self) -> bool:
-        """Whether a part of some gradient has not been sent yet."""
-        return any(RESIDUAL in own for own in self._of.values())
-
     def keep(self, names: Iterable[str]) -> None:
         """Keep a copy of the state of the parameters ``names``, which the current step may replace."""
         self.decide()
@@ -120,13 +115,14 @@ class CommState:
         for own in self._of.values():
             own.clear()
 
-    def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter]) -> None:
+    def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter], counted: Iterable[nn.Parameter] = ()) -> None:
         """Restore the copies of :meth:`keep` at the next step, except for ``finite`` parameters updated until then.
 
-        A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite.
+        A ``GradScaler`` skips only the steps of those optimizers whose own gradients are not finite. Those that are
+        ``counted`` count as updated.
         """
         self.decide()  # an earlier step may be undecided, if this one has sent sparse gradients alone
-        updated: set[int] = set()
+        updated = set(map(id, counted))
         begun: set[int] = set()  # parameters with gradients when their step has begun, which may clear these itself
         hooks = [
             register_optimizer_step_pre_hook(partial(_note_gradients, begun)),
@@ -134,8 +130,22 @@ class CommState:
         ]
         self._undecided = finite, updated, weakref.finalize(self, _remove, hooks)
 
-    def note_all_updated(self) -> None:
-        """Note after :meth:`put_back_unless_stepped` that all finite parameters count as updated by an optimizer."""
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the last step had an average that is not finite, and may be taken or left out yet."""
+        return self._undecided is not None
+
+    def doubt(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Restore the state before the last step for those ``parameters`` that no optimizer updates until the next one.
+
+        All was finite here, but not on other ranks of the model. Called before :meth:`settle`.
+        """
+        if self._undecided is None and self._taken:
+            self._before, self._taken = self._taken, {}
+            self.put_back_unless_stepped(parameters)
+
+    def note_outer_step(self) -> None:
+        """Note after :meth:`put_back_unless_stepped` that an outer step updates all parameters; no optimizer does."""
         if self._undecided is not None:
             finite, updated, _ = self._undecided
             updated.update(map(id, finite.values()))

@@ -22,9 +22,9 @@ class ErrorFeedback(Compressor):
     Gradient Compression Schemes, ICML 2019 (https://arxiv.org/abs/1901.09847).
 
     It takes memory of the size of the gradients (in float32 for half precision), and twice that while backward runs. If
-    a step is dropped, because it has failed or an average is not finite, all residuals are as before its backward. With
-    a ``GradScaler`` residuals are of scaled gradients: after a change of the scale they count for twice or half as
-    much, once.
+    a step is dropped, because it has failed or an average is not finite, all residuals are as before its backward (but
+    see docs/compression.md for DTensors). With a ``GradScaler`` residuals are of scaled gradients: after a change of
+    the scale they count for twice or half as much, once. With Megatron's ``calculate_per_token_loss`` they are of sums.
 
     Attributes:
         compressor: Any compressor that has no ErrorFeedback in it.

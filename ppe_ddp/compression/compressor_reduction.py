@@ -91,9 +91,9 @@ class CompressorReduction(Reduction):
         finite = {name for name, _ in averages} - {name for name, average in averages if not are_finite([average])}
         # Those of the module, as an optimizer has them: a bucket has the local tensors of DTensors.
         parameters = zip(module_state.names, module_state.parameters, strict=True)
-        self._state.put_back_unless_stepped({name: one for name, one in parameters if name in finite})
-        if module_state.is_split:  # ranks whose parts are all finite commit, and have copies of the same parameters
-            self._state.note_all_updated()
+        # Ranks whose parts are all finite commit what they have copies of.
+        copied = module_state.copied_parameters()
+        self._state.put_back_unless_stepped({name: one for name, one in parameters if name in finite}, copied)
 
     def finish(self, bucket: GradBucket, pending: Waitable | None, memory: Sequence[Tensor]) -> int | None:
         """Wait for ``pending``; returns the bytes that this rank has sent, see :attr:`Link.nbytes`."""

@@ -419,7 +419,7 @@ class OuterSteps:
         if self._averages:
             self._synchronized_at = self._steps
             self._taken += 1
-            self._ddp._hooks.comm_state.note_all_updated()
+            self._ddp._hooks.comm_state.note_outer_step()
 
     def _change(self, name: str, parameter: nn.Parameter) -> Tensor | None:
         if name not in self._last:

@@ -122,10 +122,11 @@ class ModuleState:
         """The parameters, with the local tensor in place of each DTensor."""
         return [*map(local_tensor, self.parameters)] if self.distributed else self.parameters  # type: ignore[list-item]
 
-    @property
-    def is_split(self) -> bool:
-        """Whether other ranks have other parts of some parameters."""
-        return any(parameter.device_mesh.size() > 1 for parameter in self.distributed.values())  # type: ignore[attr-defined]
+    def copied_parameters(self) -> list[nn.Parameter]:
+        """Those of which other ranks of tensor parallelism have copies; none without DTensors over several ranks."""
+        if all(parameter.device_mesh.size() == 1 for parameter in self.distributed.values()):  # type: ignore[attr-defined]
+            return []
+        return [one for i, one in enumerate(self.parameters) if i not in self.distributed or _is_replicated(one)]
 
     def distributed_tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers that are DTensors, by their names in messages."""
@@ -251,6 +252,11 @@ def placements_of(tensor: Any) -> str:
     if not is_distributed(tensor):
         return ""
     return f"{tensor.placements} on {tuple(tensor.device_mesh.shape)} of {tuple(tensor.shape)}"
+
+
+def _is_replicated(parameter: Any) -> bool:
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return any(size > 1 and placement.is_replicate() for size, placement in sizes)
 
 
 def check_meshes(module: nn.Module, distributed: Mapping[str, Any], group: ProcessGroup, *, drops_steps: bool) -> None:

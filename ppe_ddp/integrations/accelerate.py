@@ -8,7 +8,7 @@ Replace ``from accelerate import Accelerator`` by::
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -17,6 +17,7 @@ import accelerate
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ppe_ddp.checkpoints.checkpointer import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
@@ -52,13 +53,12 @@ class Accelerator(accelerate.Accelerator):
     """This rank's items, by which a step's losses are divided, and the number of backwards; set by transformers."""
 
     _joins_on_cpus = False
+    _wrappers: Sequence[ref[DistributedDataParallel]] = ()
 
     def __init__(self, *args: Any, wrapper_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.wrapper_options = dict(wrapper_options or {})
         join_launcher()
-        self._wrappers: list[ref[DistributedDataParallel]] = []  # in the same order on all ranks
         super().__init__(*args, **kwargs)
-        self.register_load_state_pre_hook(self._forget_unsent)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -75,14 +75,13 @@ class Accelerator(accelerate.Accelerator):
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapper)
         wrapper._is_accelerate_prepared = True
-        self._wrappers.append(ref(wrapper))
+        self._wrappers = [*self._wrappers, ref(wrapper)]
         return wrapper
 
-    def _forget_unsent(self, *_: Any) -> None:
-        """Let compressors begin anew before ``load_state()``, whose files have nothing of them."""
-        for reference in self._wrappers:
-            if (wrapper := reference()) is not None:
-                wrapper.load_comm_state_dict({})
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load as Accelerate does, also in training; compressors then begin anew."""
+        super().load_state(*args, **kwargs)
+        forget_unsent(wrapper for reference in self._wrappers if (wrapper := reference()) is not None)
 
     @property
     def multi_device(self) -> bool:

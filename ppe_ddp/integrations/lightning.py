@@ -25,6 +25,7 @@ from lightning.pytorch.strategies import StrategyRegistry as TRAINER_STRATEGIES
 from torch import nn
 from typing_extensions import override
 
+from ppe_ddp.checkpoints.checkpointer import forget_unsent
 from ppe_ddp.compression import Compressor
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.torch_internals import uncompiled
@@ -67,6 +68,8 @@ class TrainerStrategy(_Strategy, TrainerBase):
     def _register_ddp_hooks(self) -> None:
         hook = self._ddp_comm_hook
         if isinstance(hook, Compressor):
+            if not (self._ddp_comm_state is None and self._ddp_comm_wrapper is None):
+                raise ValueError("a compressor takes no ddp_comm_state and no ddp_comm_wrapper: leave them out")
             self.model.register_comm_hook(hook)
         elif hook is not None:
             self.model.register_comm_hook(
@@ -78,7 +81,7 @@ class TrainerStrategy(_Strategy, TrainerBase):
         """Load as Lightning does, also in training (``lr_find``); a compressor then begins anew."""
         super().load_model_state_dict(checkpoint, strict)
         if isinstance(self.model, DistributedDataParallel):
-            self.model.load_comm_state_dict({})
+            forget_unsent([self.model])
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -145,7 +148,7 @@ class FabricStrategy(_Strategy, FabricBase):
         """Load as Fabric does, also in training; a compressor then begins anew."""
         super().load_module_state_dict(module, state_dict, strict)
         if isinstance(module, DistributedDataParallel):
-            module.load_comm_state_dict({})
+            forget_unsent([module])
 
 
 class _NoSync(_BackwardSyncControl):

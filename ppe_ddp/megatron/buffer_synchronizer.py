@@ -380,6 +380,21 @@ class BufferSynchronizer(Synchronizer):
         if EventLog.current is not None:
             EventLog.current.add("wait", "for results", begin)
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether a compressor keeps what it has not sent; the same on all ranks."""
+        return any(group.has_residuals for group in self.reduction_groups)
+
+    @property
+    def is_undecided(self) -> bool:
+        """See :attr:`CommState.is_undecided`."""
+        return any(group.comm_state.is_undecided for group in self.reduction_groups)
+
+    def doubt_step(self) -> None:
+        """See :meth:`CommState.doubt`; if any rank of the model is undecided, all are, as all leave a step out."""
+        for group in self.reduction_groups:
+            group.comm_state.doubt(dict(zip(group.module_state.names, group.module_state.parameters, strict=True)))
+
     def end_step(self, *, is_taken: bool) -> None:
         """Commit the step in all compressors, or revoke it; all ranks of the model do the same, for all chunks."""
         for group in self.reduction_groups:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -183,13 +183,14 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """A copy of the compressors' states on this rank: of dense parameters, and of experts if there are any."""
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
-    def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
         With an empty ``states`` compressors begin anew: what they have not sent is dropped.
         """
         groups = self.gradient_buffers.reduction_groups
-        for group, state in zip(groups, states or [{}] * len(groups), strict=True):
+        given: Iterable[Any] = states or [{}] * len(groups)
+        for group, state in zip(groups, given, strict=True):
             group.load_comm_state_dict(state)
 
     # ------------------------------------------------------------------ forward

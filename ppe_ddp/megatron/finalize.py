@@ -137,7 +137,11 @@ def finalize_model_grads(
         sums = getattr(config, "moe_router_enable_expert_bias", False)
         given = [] if num_tokens is None else ["num_tokens"]
         described = {name: [*(one.described() for one in shared), *given] for name, shared in plan.items()}
-        parallel.agree(described, [chunk.gradient_buffers.model_parallel for chunk in chunks], sums=sums)
+        buffers = [chunk.gradient_buffers for chunk in chunks]
+        is_undecided = any(one.is_undecided for one in buffers)
+        if parallel.agree(described, [one.model_parallel for one in buffers], sums=sums, is_undecided=is_undecided):
+            for one in buffers:
+                one.doubt_step()
         _share_infinity(chunks, parallel)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
@@ -146,10 +150,8 @@ def finalize_model_grads(
         _sum_numbers(counts, num_tokens, parallel)
         parallel.confirm()
         _update_routers(chunks, config, routers, counts)
-        total = 0.0 if num_tokens is None else float(num_tokens.item())
-        for chunk in chunks if total > 0 else ():
-            _warn_of_few_tokens(chunk.gradient_buffers, total)
-            chunk.scale_gradients(1.0 / total)
+        if num_tokens is not None:
+            _divide(chunks, float(num_tokens.item()))
 
 
 def _groups_of(collection: Any, own: ParallelGroups) -> ParallelGroups:
@@ -203,17 +205,26 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
             del errors, interrupts, lost  # their frames hold this frame, and the connections
 
 
-def _warn_of_few_tokens(buffers: BufferSynchronizer, total: float) -> None:
-    """Warn if what a compressor has kept of sums over more tokens has been sent with a step of far fewer."""
-    before, buffers.tokens = buffers.tokens, total
-    groups = buffers.reduction_groups
-    if total < before / 2 and groups and groups[0].groups.rank == 0 and any(one.comm_state.keeps for one in groups):
+def _divide(chunks: Sequence[DistributedDataParallel], total: float) -> None:
+    """Divide sums by the ``total`` of the tokens; warn if far fewer of them divide what a compressor has kept.
+
+    If it is 0, only what a compressor has kept was sent: the step is dropped.
+    """
+    buffers = [chunk.gradient_buffers for chunk in chunks]
+    before, keeps = buffers[0].tokens, any(one.has_residuals for one in buffers)
+    if total > 0:
+        buffers[0].tokens = total
+    elif keeps:
+        _end_step(chunks, is_taken=False)
+    if 0 < total < before / 2 and keeps and dist.get_rank() == 0:
         logger.warning(
             "a step of %d tokens follows one of %d: what the compressor had not sent of sums over tokens now counts "
             "%.1f times as much. Leave such a batch out (drop_last=True), or average over tokens by weigh() with the "
             "wrapper ppe_ddp.DistributedDataParallel",
             *(total, before, before / total),
         )
+    for chunk in chunks if total > 0 or keeps else ():
+        chunk.scale_gradients(1.0 / total if total > 0 else 0.0)
 
 
 def _begin(chunks: Sequence[DistributedDataParallel]) -> None:

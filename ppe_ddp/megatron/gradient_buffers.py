@@ -354,6 +354,10 @@ class ReductionGroup:
         self.negotiation.use_plug("a parameter that was frozen when it was wrapped:", *frozen)
         self.negotiation.check()
 
+    @property
+    def has_residuals(self) -> bool:
+        return isinstance(self.reduction, CompressorReduction) and self.reduction.compressor.has_residual()
+
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank; empty without a compressor."""
         if not isinstance(self.reduction, CompressorReduction):

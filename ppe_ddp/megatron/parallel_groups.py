@@ -407,12 +407,20 @@ class ModelParallel:
         group = groups.control if is_vote else groups.buckets
         self.communicate(groups, partial(dist.all_reduce, tensor, op, group=group, async_op=True), tensor.device)
 
-    def agree(self, described: Mapping[str, Sequence[str]], of_chunks: Sequence[ModelParallel], *, sums: bool) -> None:
+    def agree(
+        self,
+        described: Mapping[str, Sequence[str]],
+        of_chunks: Sequence[ModelParallel],
+        *,
+        sums: bool,
+        is_undecided: bool,
+    ) -> bool:
         """Wait until all ranks have come here, and check that the ranks of each group are about to send the same.
 
         If a failure has closed the groups, it first connects again; the wrappers have done that before, in any order.
         ``described`` has by group a line for each gradient that is sent. ``sums`` tells whether anything else is
-        summed. ``of_chunks`` has the ModelParallel of each chunk of the model.
+        summed. ``of_chunks`` has the ModelParallel of each chunk of the model. Returns whether any rank of the model
+        ``is_undecided``.
 
         Raises:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
@@ -425,7 +433,7 @@ class ModelParallel:
             names = [name for name, one in self._groups.items() if one is groups]
             lines = [f"{name}: {line}" for name in names for line in described.get(name, ())]
             code = zlib.crc32("\n".join(lines).encode())
-            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most], device="cpu")
+            extremes = torch.tensor([code, -code, failed, self._sums, -fewest, most, is_undecided], device="cpu")
             self._vote(groups, extremes)
             if extremes[0] != -extremes[1]:
                 self._waits_in = groups
@@ -435,7 +443,7 @@ class ModelParallel:
             groups.note(Activity.BUCKET)  # all ranks have come
             failed = int(extremes[2])
             self._sums = bool(extremes[3])
-            fewest, most = -int(extremes[4]), int(extremes[5])
+            fewest, most, is_undecided = -int(extremes[4]), int(extremes[5]), bool(extremes[6])
         for one in of_chunks:  # all ranks have been told
             one.has_failed_update = False
             one.optimizers_of_ranks = fewest, most
@@ -446,6 +454,7 @@ class ModelParallel:
                 "copy these parameters, and go on"
             )
             raise self._agreed
+        return is_undecided
 
     def confirm(self) -> None:
         """Wait until all ranks have come here, if any has summed gradients, so that all take the step or none does."""

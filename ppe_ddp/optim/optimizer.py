@@ -262,13 +262,14 @@ class DistributedOptimizer(Optimizer):
     def _share_inf_checks(self) -> None:
         """Make one gradient of each device and dtype a SharedScaleCheck; the scaler makes one call for each kind."""
         kinds: dict[tuple[torch.device, torch.dtype], MasterWeight] = {}
-        for master in self._masters:
+        updated = optimizer_state.in_groups(self._masters, self._inner)  # the scaler looks at no others
+        for master in updated:
             if (gradient := master.weight.grad) is not None:
                 kinds.setdefault((gradient.device, gradient.dtype), master)
-        if not kinds and self._masters and self._model.copies.are_of_parts:
+        if not kinds and updated and self._model.copies.are_of_parts:
             # This rank's experts have seen no token, but the other ranks wait for its check. So give the scaler a
             # gradient of zeros, which lasts until gradients are assigned again.
-            master = min(self._masters, key=lambda one: one.weight.numel())
+            master = min(updated, key=lambda one: one.weight.numel())
             master.weight.grad = torch.zeros_like(master.weight)
             kinds[master.weight.device, master.weight.dtype] = master
         check = ScaleCheck(len(kinds), self._model.copies)

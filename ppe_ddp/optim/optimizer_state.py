@@ -71,7 +71,7 @@ def shard_of(state: Mapping[str, Any], master: MasterWeight) -> dict[str, Any]:
 
 def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: ShardedModel) -> dict[str, Any]:
     """The checkpoint of an optimizer that updates ``masters`` of ``model``. See the top of this file."""
-    masters = _in_groups(masters, optimizer)
+    masters = in_groups(masters, optimizer)
     meshes: dict[str, DeviceMesh] = {}
     by_weight = {id(master.weight): master for master in masters}
     state: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def restore(
 
     It communicates in the groups of ``model``, where a rank that fails tells the others.
     """
-    masters = _in_groups(masters, optimizer)
+    masters = in_groups(masters, optimizer)
     found: _CheckpointPart | None = None
     error: Exception | None = None
     try:  # no collective in this block: if this rank fails, the other ranks would wait in it
@@ -130,7 +130,7 @@ def restore(
     return [master for master in masters if master.index in found.weights]
 
 
-def _in_groups(masters: Sequence[MasterWeight], optimizer: Optimizer) -> list[MasterWeight]:
+def in_groups(masters: Sequence[MasterWeight], optimizer: Optimizer) -> list[MasterWeight]:
     """Those that the optimizer still updates: a user may have removed a group from ``param_groups``."""
     updated = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
     return [master for master in masters if id(master.weight) in updated]

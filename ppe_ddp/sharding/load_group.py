@@ -22,7 +22,7 @@ from ppe_ddp.backends.rank_store import BoundedStore
 from ppe_ddp.engine.failures import LATE, Failure, Failures, LostRanks
 from ppe_ddp.engine.group_duplicates import backends_of
 from ppe_ddp.engine.peer_processes import PeerProcesses, own_address
-from ppe_ddp.errors import CheckpointError, CommunicationError, PpeDdpError
+from ppe_ddp.errors import CheckpointError, CommunicationError, PeerAbortedError, PpeDdpError
 
 
 def device_of(kind: str) -> torch.device:
@@ -86,8 +86,11 @@ class LoadGroup:
         except CheckpointError as error:
             return (None, str(error), None), error
         except BaseException as error:  # an interrupt, too: the others wait for this rank
-            lost = [error.job_rank, error.is_final] if isinstance(error, CommunicationError) else None
-            return (None, f"rank {self.rank}: {type(error).__name__}: {error}", lost), error
+            text, lost = f"rank {self.rank}: {type(error).__name__}: {error}", None
+            if isinstance(error, CommunicationError) or (isinstance(error, PeerAbortedError) and error.is_final):
+                lost = [error.job_rank, error.is_final]
+                text += "" if lost[0] is None else f" (rank {lost[0]} of the job)"
+            return (None, text, lost), error
 
     def wait(self, pending: Any, device: torch.device) -> None:
         """Wait for a message; raises if a rank is gone, or has told that one is."""
@@ -113,19 +116,23 @@ class LoadGroup:
 
 
 def _values(answers: list[Any], failure: BaseException | None) -> list[Any]:
-    """The results; raises this rank's interrupt, or the first error among them, with this rank's own as its cause."""
+    """The results; raises this rank's interrupt, or the first error among them, with this rank's own as its cause.
+
+    If a rank is lost, that is raised instead of other errors, after which training might go on.
+    """
     if failure is not None and (isinstance(failure, CommunicationError) or not isinstance(failure, Exception)):
         raise failure
-    for _, text, lost in answers:
-        if text is not None:
-            raise CheckpointError(text) if lost is None else _lost_elsewhere(text, *lost) from failure
+    errors = [(text, lost) for _, text, lost in answers if text is not None]
+    if errors:
+        text, lost = min(errors, key=lambda one: one[1] is None)
+        raise CheckpointError(text) if lost is None else _lost_elsewhere(text, *lost) from failure
     return [value for value, *_ in answers]
 
 
 def _lost_elsewhere(text: str, job_rank: int | None, is_final: bool) -> CommunicationError:
     """The error of a rank that was lost in another group, of whose ranks one has told this."""
     error = CommunicationError(text)
-    error.job_rank, error.job_ranks, error.is_final = job_rank, (job_rank,), is_final
+    error.job_rank, error.job_ranks, error.is_final = job_rank, () if job_rank is None else (job_rank,), is_final
     return error
 
 
