@@ -230,6 +230,11 @@ def test_parameters_that_are_their_own_master_weights_get_the_saved_ones():
     assert not torch.equal(master, master.bfloat16().float())
     assert torch.equal(wide.weight.detach().view(-1)[6 * dist.get_rank() :][:6], master)
     assert torch.equal(wide.weight.bfloat16(), model.module.weight)
+    again = DistributedOptimizer(adagrad(wide.parameters()), DistributedDataParallel(wide))
+    with pytest.raises(
+        ValueError, match="master weight of 'weight' was saved and not read, as this optimizer has none"
+    ):
+        again.load_state_dict({**saved, "master": {}})  # as torch.distributed.checkpoint reads it
 
 
 @on_two_ranks

@@ -98,7 +98,7 @@ def collect(optimizer: Optimizer, masters: Sequence[MasterWeight], model: Sharde
         "exists": {m.shard.name: torch.tensor(int(bool(optimizer.state.get(m.weight))), device="cpu") for m in masters},
         "master": {m.shard.name: _saved(_master(m), m, model, meshes) for m in masters if not m.is_alias},
         "param_groups": groups,
-        "layout": {m.shard.name: _IN_PART.join(filter(None, (_layout(m), _part(m, model)))) for m in masters},
+        "layout": {m.shard.name: _described(m, model) for m in masters},
     }
 
 
@@ -192,7 +192,13 @@ class _CheckpointPart:
         for master in masters:
             name = master.shard.name
             expected, (saved, _, part) = _layout(master), checkpoint["layout"][name].partition(_IN_PART)
-            if saved != expected:
+            if saved.endswith(_WITH_MASTER) and name not in checkpoint["master"]:
+                raise ValueError(
+                    f"the master weight of {name!r} was saved and not read, as this optimizer has none, so that "
+                    "torch.distributed.checkpoint does not ask for it: give the model the dtype with which it was "
+                    f"saved. (To go on with rounded weights, remove {_WITH_MASTER!r} in state['layout'].)"
+                )
+            if saved.removesuffix(_WITH_MASTER) != expected:
                 raise ValueError(
                     f"the state of {name!r} is of elements in the order {saved}, and the parameter has {expected}: "
                     "give it the shape and memory format with which it was saved"
@@ -326,10 +332,16 @@ def _dtype_of(state: Tensor, master: MasterWeight) -> torch.dtype:
 
 
 _IN_PART = " in part "
+_WITH_MASTER = " with a master weight"
 
 
 def _layout(master: MasterWeight) -> str:
     return f"{master.shard.spec.shape} strides {master.shard.spec.stride}"
+
+
+def _described(master: MasterWeight, model: ShardedModel) -> str:
+    layout = _layout(master) + ("" if master.is_alias else _WITH_MASTER)
+    return _IN_PART.join(filter(None, (layout, _part(master, model))))
 
 
 def _part(master: MasterWeight, model: ShardedModel) -> str:
