@@ -154,6 +154,12 @@ def test_hyper_parameters_and_state_that_a_user_changes_count():
     for _ in range(3):
         pair.step()
         pair.assert_same_state()
+    for forget in (lambda state, _: state.clear(), lambda state, weight: state.pop(weight)):
+        for optimizer, weights in zip(pair.optimizers, (pair.plain, pair.ours), strict=True):
+            forget(optimizer.state, weights[0])
+        for _ in range(3):
+            pair.step()
+            pair.assert_same_state()
 
 
 def test_state_of_weights_that_were_separated_has_its_own_memory():

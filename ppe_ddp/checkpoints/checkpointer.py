@@ -33,7 +33,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     own_part,
     part_of,
 )
-from ppe_ddp.compression.comm_state import fitting_state
+from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_engine
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
@@ -95,7 +95,7 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
 
     So it does where another kind of wrapper has saved the module, of which Megatron's has one for each group, or none.
     """
-    if saved is None and _has_no_engine(wrapper):
+    if saved is None and has_no_engine(wrapper):
         return
     own = wrapper.comm_state_dict()
     if saved is None or isinstance(own, list) is not isinstance(saved, list):
@@ -108,13 +108,8 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         wrapper.load_comm_state_dict(fitting_state(saved, own))
 
 
-def _has_no_engine(wrapper: Any) -> bool:
-    """Whether a wrapper has sent nothing yet, as a copy in an ``AveragedModel``; its state would make the engine."""
-    return getattr(wrapper, "_reducer", wrapper) is None
-
-
 def _communication_of(wrapper: Any) -> Any:
-    return None if _has_no_engine(wrapper) else wrapper.comm_state_dict()
+    return None if has_no_engine(wrapper) else wrapper.comm_state_dict()
 
 
 def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,14 +120,6 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
             if hasattr(type(module), "comm_state_dict"):
                 found.setdefault(module, before_compiling(f"{name}.{path}.").strip("."))
     return {name: wrapper for wrapper, name in found.items()}
-
-
-def forget_unsent(wrappers: Iterable[Any]) -> None:
-    """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
-    for wrapper in wrappers:
-        hooks = getattr(wrapper, "_hooks", None)  # Megatron's wrapper has none
-        if not _has_no_engine(wrapper) and (hooks is None or hooks.compressor is not None):
-            wrapper.load_comm_state_dict({})
 
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:

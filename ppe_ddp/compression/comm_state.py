@@ -335,6 +335,19 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     return anew({**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}})
 
 
+def has_no_engine(wrapper: Any) -> bool:
+    """Whether a wrapper has sent nothing yet, as a copy in an ``AveragedModel``; its state would make the engine."""
+    return getattr(wrapper, "_reducer", wrapper) is None
+
+
+def forget_unsent(wrappers: Iterable[Any]) -> None:
+    """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
+    for wrapper in wrappers:
+        hooks = getattr(wrapper, "_hooks", None)  # Megatron's wrapper has none
+        if not has_no_engine(wrapper) and (hooks is None or hooks.compressor is not None):
+            wrapper.load_comm_state_dict({})
+
+
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:
     """The shared memory of ``group``, if its ranks share some on several nodes; else None. The same on all ranks."""
     cpu = torch.device("cpu")

@@ -17,7 +17,7 @@ import accelerate
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ppe_ddp.checkpoints.checkpointer import forget_unsent
+from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect

@@ -25,8 +25,8 @@ from lightning.pytorch.strategies import StrategyRegistry as TRAINER_STRATEGIES
 from torch import nn
 from typing_extensions import override
 
-from ppe_ddp.checkpoints.checkpointer import forget_unsent
 from ppe_ddp.compression import Compressor
+from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.torch_internals import uncompiled
 

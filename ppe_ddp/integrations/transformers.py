@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-from ppe_ddp.checkpoints.checkpointer import forget_unsent
+from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.integrations.accelerate import Accelerator, join_launcher
 

@@ -137,11 +137,7 @@ def finalize_model_grads(
         sums = getattr(config, "moe_router_enable_expert_bias", False)
         given = [] if num_tokens is None else ["num_tokens"]
         described = {name: [*(one.described() for one in shared), *given] for name, shared in plan.items()}
-        buffers = [chunk.gradient_buffers for chunk in chunks]
-        is_undecided = any(one.is_undecided for one in buffers)
-        if parallel.agree(described, [one.model_parallel for one in buffers], sums=sums, is_undecided=is_undecided):
-            for one in buffers:
-                one.doubt_step()
+        _agree(chunks, parallel, described, sums=sums)
         _share_infinity(chunks, parallel)
         for name, shared in plan.items():
             groups_of_name = parallel.group(name)
@@ -203,6 +199,17 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
             raise [*interrupts, *lost, errors[-1]][0]  # an interrupt or a lost rank causes the other errors
         finally:
             del errors, interrupts, lost  # their frames hold this frame, and the connections
+
+
+def _agree(
+    chunks: Sequence[DistributedDataParallel], parallel: ModelParallel, described: dict[str, list[str]], *, sums: bool
+) -> None:
+    """See :meth:`ModelParallel.agree`; if an average is not finite on any rank, the compressors of all doubt the step."""
+    buffers = [chunk.gradient_buffers for chunk in chunks]
+    is_undecided = any(one.is_undecided for one in buffers)
+    if parallel.agree(described, [one.model_parallel for one in buffers], sums=sums, is_undecided=is_undecided):
+        for one in buffers:
+            one.doubt_step()
 
 
 def _divide(chunks: Sequence[DistributedDataParallel], total: float) -> None:

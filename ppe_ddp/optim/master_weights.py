@@ -17,7 +17,7 @@ steps with the same gradients, since making it costs as much as some steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import Any
@@ -190,7 +190,7 @@ class FlatStep:
     def _are_intact(self) -> bool:
         if self._optimizer.state is not self._table:
             return False
-        return all(flat.is_intact() for _, flats in self._flats or () for flat in flats)
+        return all(flat.is_intact(self._table) for _, flats in self._flats or () for flat in flats)
 
     def _made(self, group: dict[str, Any], weights: Iterable[Tensor]) -> list[FlatShards]:
         # A fused step makes one call for all weights already, and rounds the last elements of each differently.
@@ -221,8 +221,10 @@ class FlatShards:
         self.state = {key: _joined([state[key] for state in states]) for key in states[0]}
         self._share()
 
-    def is_intact(self) -> bool:
+    def is_intact(self, table: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Whether the state of the weights was not replaced or changed by other code, and no gradient is sparse."""
+        if not all(map(is_, map(table.get, self.weights), self._states)):
+            return False
         entries = list(chain.from_iterable(map(dict.values, self._states)))
         if len(entries) != len(self._entries) or not all(map(is_, entries, self._entries)):
             return False
