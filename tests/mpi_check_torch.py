@@ -85,6 +85,33 @@ def zero_redundancy():
     assert_trained(model.parameters())
 
 
+@check(ranks=2, most=2)
+def collectives_in_what_is_compiled():
+    """Dynamo puts some into its graph; the others call the group's methods while it is active."""
+
+    def to_the_other(tensor):
+        dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+
+    calls = {
+        "all_reduce": dist.all_reduce,
+        "all_reduce, async": lambda tensor: dist.all_reduce(tensor, async_op=True).wait(),
+        "broadcast": lambda tensor: dist.broadcast(tensor, 1),
+        "reduce": lambda tensor: dist.reduce(tensor, 0),
+        "barrier": lambda tensor: dist.barrier(),
+        "send": to_the_other,
+    }
+    for name, call in calls.items():
+
+        def twice(tensor, call=call):
+            call(tensor)
+            return tensor * 2
+
+        given = torch.arange(3.0) + dist.get_rank()
+        expected = twice(given.clone())
+        torch.compiler.reset()
+        assert_same(torch.compile(twice, backend="eager")(given), expected, name)
+
+
 @check(most=2)
 def dtensor():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

@@ -204,7 +204,7 @@ def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool
 def _agree(
     chunks: Sequence[DistributedDataParallel], parallel: ModelParallel, described: dict[str, list[str]], *, sums: bool
 ) -> None:
-    """See :meth:`ModelParallel.agree`; if an average is not finite on any rank, the compressors of all doubt the step."""
+    """See :meth:`ModelParallel.agree`; if an average is not finite on any rank, the compressors of all doubt it."""
     buffers = [chunk.gradient_buffers for chunk in chunks]
     is_undecided = any(one.is_undecided for one in buffers)
     if parallel.agree(described, [one.model_parallel for one in buffers], sums=sums, is_undecided=is_undecided):
