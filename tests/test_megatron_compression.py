@@ -9,7 +9,7 @@ from torch import nn
 
 from library_warnings import library_warnings
 from one_process import data, mlp, of_all_ranks, seeded
-from ppe_ddp import PeerAbortedError
+from ppe_ddp import DisagreementError, PeerAbortedError
 from ppe_ddp.compression import ErrorFeedback, Int8, PowerSGD, TopK
 from ppe_ddp.compression.comm_state import fitting_state
 from ppe_ddp.megatron import (
@@ -142,6 +142,28 @@ def test_a_step_that_is_dropped_in_all_chunks_is_counted_in_none():
     assert [chunk.comm_state_dict()[0]["steps"] for chunk in chunks] == [0, 0]
     assert before[0]["parameters"]
     assert not chunks[0].comm_state_dict()[0]["parameters"]
+
+
+@on_two_ranks
+def test_a_step_that_fails_in_the_sum_of_tokens_leaves_what_was_kept():
+    config = SimpleNamespace(calculate_per_token_loss=True)
+    compressor = ErrorFeedback(TopK(0.1, min_numel=20))
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), net(), reduce_function=compressor)
+
+    def take_a_step(tokens):
+        model.zero_grad_buffer()
+        model(data(5, 4)).pow(2).sum().backward()
+        model.start_grad_sync()  # complete when it returns, as nothing overlaps
+        finalize_model_grads([model], tokens)
+
+    take_a_step(torch.tensor([5.0]))
+    before = model.comm_state_dict()[0]
+    with pytest.raises(DisagreementError, match="either all ranks give num_tokens, or none"):
+        take_a_step(torch.tensor([5.0]) if dist.get_rank() == 0 else None)
+    after = model.comm_state_dict()[0]
+    assert after["steps"] == before["steps"] == 1
+    for name, own in before["parameters"].items():
+        assert torch.equal(after["parameters"][name]["residual"], own["residual"])
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["all leave it out", "the other rank steps"])
