@@ -348,8 +348,8 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
     def train_apart(self, apart: bool = True) -> None:
         """Let each rank train by itself, as ``LocalSGD`` does. All ranks call this together.
 
-        Backwards are not synchronized, ``weigh()`` raises, and parameters are not compared any more. A change drops the
-        state of a compressor, which belongs either to gradients or to differences of parameters.
+        Backwards are not synchronized, ``weigh()`` raises, and parameters are not compared any more. A change lets a
+        compressor begin anew: its state belongs either to gradients or to differences of parameters.
 
         Args:
             apart: False synchronizes backwards again. Parameters are still not compared.
@@ -372,7 +372,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             refuse_in_backward(self.module.parameters())
             self._hooks.refuse_sync()
         if apart != self._is_apart:
-            self._hooks.comm_state.clear()
+            self._hooks.comm_state.begin_anew(None if self._reducer is None else self._reducer.groups)
         self._is_apart, self.require_backward_grad_sync = apart, True
         self._options = replace(self._options, check_drift=False)
         if self._reducer is not None:
@@ -559,7 +559,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if reducer is None:
             raise UnusableError("torch.distributed is not initialized: do so before wrapping the module")
         if state and state.get("apart", False) != self._is_apart:
-            state = {**state, "parameters": {}, "written": []}
+            state = {**state, "parameters": {}, "steps": 0, "written": []}
         if compressor is not None:
             self._hooks.comm_state.load_state_dict(state, compressor, reducer.groups, self._module_state.specs)
         elif "compressor" in state:

@@ -282,6 +282,21 @@ def test_with_an_empty_state_a_compressor_begins_anew():
 
 
 @on_two_ranks
+def test_where_ranks_train_apart_a_compressor_begins_anew():
+    wrapper = DistributedDataParallel(seeded(Routes, 16, 6))
+    wrapper.register_comm_hook(WarmUp(ErrorFeedback(Sign()), 1))
+    for step in range(2):
+        walk(step)(wrapper, dist.get_rank())
+    together = wrapper.comm_state_dict()
+    assert together["steps"] == 2
+    wrapper.train_apart()
+    assert wrapper.comm_state_dict()["steps"] == 0
+    wrapper.load_comm_state_dict(together)
+    assert wrapper.comm_state_dict()["steps"] == 0
+    assert not wrapper.comm_state_dict()["parameters"]
+
+
+@on_two_ranks
 def test_a_copy_made_after_a_failed_step_counts_steps_alike():
     wrapper = DistributedDataParallel(seeded(mlp, 16, 16, 16), bucket_cap_mb=1e-6)
     wrapper.register_comm_hook(WarmUp(ErrorFeedback(RandomK(0.2, min_numel=0)), 2))

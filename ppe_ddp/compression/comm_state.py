@@ -115,6 +115,13 @@ class CommState:
         for own in self._of.values():
             own.clear()
 
+    def begin_anew(self, groups: Groups | None) -> None:
+        """Drop the state of all parameters, and the count of steps in ``groups``."""
+        self.clear()
+        self.noted = 0
+        if groups is not None:
+            groups.taken = 0
+
     def put_back_unless_stepped(self, finite: Mapping[str, nn.Parameter], counted: Iterable[nn.Parameter] = ()) -> None:
         """Restore the copies of :meth:`keep` at the next step, except for ``finite`` parameters updated until then.
 
