@@ -145,6 +145,23 @@ def test_a_step_that_is_dropped_in_all_chunks_is_counted_in_none():
 
 
 @on_two_ranks
+def test_a_step_that_is_under_way_does_not_reach_a_state_that_is_loaded():
+    """All ranks go back after the backward, for instance as they see a loss spike, and never finish the step."""
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True)
+    model = DistributedDataParallel(None, config, net(), reduce_function=ErrorFeedback(TopK(0.1, min_numel=20)))
+    run(model, 0)
+    (before,) = states = model.comm_state_dict()
+    model.zero_grad_buffer()
+    model(data(5, 4, step=1)).pow(2).sum().backward()
+    model.load_comm_state_dict(states)
+    model.zero_grad_buffer()
+    (after,) = model.comm_state_dict()
+    assert after["steps"] == before["steps"] == 1
+    for name, own in before["parameters"].items():
+        assert torch.equal(after["parameters"][name]["residual"], own["residual"])
+
+
+@on_two_ranks
 def test_a_step_that_fails_in_the_sum_of_tokens_leaves_what_was_kept():
     config = SimpleNamespace(calculate_per_token_loss=True)
     compressor = ErrorFeedback(TopK(0.1, min_numel=20))

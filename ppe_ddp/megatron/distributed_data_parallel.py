@@ -186,8 +186,10 @@ class DistributedDataParallel(DistributedDataParallelBase):
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
-        With an empty ``states`` compressors begin anew: what they have not sent is dropped.
+        With an empty ``states`` compressors begin anew: what they have not sent is dropped. It first waits for a step
+        that was not finished.
         """
+        self._complete_step()
         groups = self.gradient_buffers.reduction_groups
         given: Iterable[Any] = states or [{}] * len(groups)
         for group, state in zip(groups, given, strict=True):
@@ -340,16 +342,20 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """
         synchronizer = self._ready().synchronizer
         synchronizer.begin_step()
-        try:
-            synchronizer.wait_for_results()
-        except PeerAbortedError as error:  # all ranks drop that step and go on with the next
-            logger.warning("%s (It was never finished here.)", error)
-        synchronizer.end_step(is_taken=True)  # finalize_model_grads() ends it, too, but may not have been called
+        self._complete_step()
         synchronizer.is_sent = False
         synchronizer.failure = synchronizer.error = None
         synchronizer.gradients.discard()
         if zero_buffer:
             synchronizer.clear()
+
+    def _complete_step(self) -> None:
+        """Wait for the step that is under way, so that nothing of it comes into the next one."""
+        try:
+            self.gradient_buffers.wait_for_results()
+        except PeerAbortedError as error:  # all ranks drop that step and go on with the next
+            logger.warning("%s (It was never finished here.)", error)
+        self.gradient_buffers.end_step(is_taken=True)  # as finalize_model_grads(), which may not have been called
 
     @uncompiled
     def broadcast_params(self) -> None:
