@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
+from inspect import unwrap
 from operator import is_not
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 _Subclass = TypeVar("_Subclass", bound=Tensor)
+_Class = TypeVar("_Class", bound=type)
 
 _TRIED = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 
@@ -429,6 +431,19 @@ def uncompiled_hook(function: _Function) -> _Function:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
+
+
+def exclude_from_compiling(owner: _Class) -> _Class:
+    """Exclude the methods and properties of a class from ``torch.compile``; returns it.
+
+    torch calls those of groups and Works from C++, also in a step that is compiled as a whole.
+    """
+    for member in vars(owner).values():
+        function: Any = member.fget if isinstance(member, property) else member
+        function = unwrap(function)
+        if isinstance(function, FunctionType):
+            uncompiled_hook(function)
+    return owner
 
 
 def is_in_compiled_autograd() -> bool:

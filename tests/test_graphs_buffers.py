@@ -11,6 +11,7 @@ from torch import nn
 
 from one_process import data, of_all_ranks, seeded
 from ppe_ddp import CommunicationError, DistributedDataParallel, PeerAbortedError, broadcast, weigh
+from ppe_ddp.integrations.loading import loading
 from rank_tests import on_three_ranks, on_two_ranks
 
 
@@ -353,7 +354,7 @@ def test_a_copy_sends_what_its_original_had_written():
     assert twin.module.some[0].calls == 1
 
 
-@pytest.mark.parametrize("place", ["itself", "a larger module"])
+@pytest.mark.parametrize("place", ["itself", "a larger module", "the module, by a tool"])
 @pytest.mark.parametrize("loads_it", [False, True])
 @on_two_ranks
 def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it, place):
@@ -362,15 +363,24 @@ def test_a_checkpoint_of_some_keys_forgets_no_other_statistic(loads_it, place):
     with wrapper.no_sync():
         wrapper(torch.ones(1, 3), rank == 1).sum().backward()
     state = {"every.bias": torch.zeros(3)} | ({"module.some.calls": torch.tensor(7.0)} if loads_it else {})
-    if place == "itself":
-        wrapper.load_state_dict(state, strict=False)
-    else:
-        outer.load_state_dict({f"part.{name}": value for name, value in state.items()}, strict=False)
+    load(place, outer, state)
     wrapper(torch.ones(1, 3), False).sum().backward()
     assert wrapper.module.some.calls == (7 if loads_it else 1)
-    wrapper.load_state_dict(wrapper.state_dict()) if place == "itself" else outer.load_state_dict(outer.state_dict())
+    load(place, outer, wrapper.state_dict())
     wrapper(torch.ones(1, 3), rank == 1).sum().backward()
     assert wrapper.module.some.calls == (8 if loads_it else 2)
+
+
+def load(place, outer, state):
+    """Load into the wrapper in ``outer``."""
+    if place == "itself":
+        outer["part"].load_state_dict(state, strict=False)
+    elif place == "a larger module":
+        outer.load_state_dict({f"part.{name}": value for name, value in state.items()}, strict=False)
+    else:
+        with loading(outer["part"]):
+            state = {name.removeprefix("module."): value for name, value in state.items()}
+            outer["part"].module.load_state_dict(state, strict=False)
 
 
 class Masking(nn.Module):

@@ -191,6 +191,9 @@ def test_compressors_begin_anew_where_a_training_loads_its_model():
         )
     assert kept[0] > 0
     assert kept[1] == 0
+    strategy = TrainerStrategy(ddp_comm_hook=ErrorFeedback(TopK(0.1)), ddp_comm_state=object())
+    with started_by_torchrun(), pytest.raises(ValueError, match="a compressor takes no ddp_comm_state"):
+        trainer(strategy=strategy).fit(lightning_module(), DataLoader(indices(1), batch_size=None))
 
 
 @on_two_ranks

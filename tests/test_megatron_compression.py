@@ -165,22 +165,27 @@ def test_a_step_that_is_under_way_does_not_reach_a_state_that_is_loaded():
 def test_a_step_that_fails_in_the_sum_of_tokens_leaves_what_was_kept():
     config = SimpleNamespace(calculate_per_token_loss=True)
     compressor = ErrorFeedback(TopK(0.1, min_numel=20))
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), net(), reduce_function=compressor)
+    chunks = [
+        DistributedDataParallel(config, DistributedDataParallelConfig(), net(), reduce_function=compressor)
+        for _ in range(2)
+    ]
 
     def take_a_step(tokens):
-        model.zero_grad_buffer()
-        model(data(5, 4)).pow(2).sum().backward()
-        model.start_grad_sync()  # complete when it returns, as nothing overlaps
-        finalize_model_grads([model], tokens)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            chunk(data(5, 4)).pow(2).sum().backward()
+            chunk.start_grad_sync()  # complete when it returns, as nothing overlaps
+        finalize_model_grads(chunks, tokens)
 
     take_a_step(torch.tensor([5.0]))
-    before = model.comm_state_dict()[0]
+    states = [chunk.comm_state_dict()[0] for chunk in chunks]
     with pytest.raises(DisagreementError, match="either all ranks give num_tokens, or none"):
         take_a_step(torch.tensor([5.0]) if dist.get_rank() == 0 else None)
-    after = model.comm_state_dict()[0]
-    assert after["steps"] == before["steps"] == 1
-    for name, own in before["parameters"].items():
-        assert torch.equal(after["parameters"][name]["residual"], own["residual"])
+    for before, chunk in zip(states, chunks, strict=True):
+        after = chunk.comm_state_dict()[0]
+        assert after["steps"] == before["steps"] == 1
+        for name, own in before["parameters"].items():
+            assert torch.equal(after["parameters"][name]["residual"], own["residual"])
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["all leave it out", "the other rank steps"])

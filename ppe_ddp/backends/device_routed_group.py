@@ -31,6 +31,7 @@ from ppe_ddp.backends.group_internals import (
 from ppe_ddp.backends.rank_store import WrittenKeys, connecting
 from ppe_ddp.errors import CommunicationError
 from ppe_ddp.nested_tensors import tensors_in
+from ppe_ddp.torch_internals import uncompiled_hook
 
 _Own = TypeVar("_Own", bound=PythonGroup)
 _ABORT_SECONDS = 2.0
@@ -44,7 +45,7 @@ def _routed(name: str) -> Any:
 
     call.__name__ = name
     call.__doc__ = f"Do ``{name}`` in the group for the device of the tensors."
-    return call
+    return uncompiled_hook(call)
 
 
 class DeviceRoutedGroup(PythonGroup):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import repeat, starmap
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from ppe_ddp.backends.shm import ShmOptions
 from ppe_ddp.backends.wire import Wire
 from ppe_ddp.backends.work import Waits, Work, combined
 from ppe_ddp.errors import CommunicationError, UnusableError
-from ppe_ddp.torch_internals import uncompiled_hook
+from ppe_ddp.torch_internals import exclude_from_compiling
 from ppe_ddp.waiting import progress_engine
 
 _DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, which other ranks may never begin
@@ -43,13 +43,7 @@ _DRAIN_SECONDS = 1.0  # that a destroyed group waits for operations in flight, w
 SUM = ReduceOp(ReduceOp.SUM)
 
 
-def _exclude_from_compiling(group: type) -> None:
-    """Exclude the methods of a class from ``torch.compile``: torch calls them from C++ in a compiled step, too."""
-    for method in vars(group).values():
-        if isinstance(method, FunctionType):
-            uncompiled_hook(method)
-
-
+@exclude_from_compiling
 class PythonGroup(ProcessGroup):
     """The identity of a group that torch.distributed made by a Python creator, with these ``arguments`` of torch's.
 
@@ -58,7 +52,7 @@ class PythonGroup(ProcessGroup):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        _exclude_from_compiling(cls)
+        exclude_from_compiling(cls)
 
     def __init__(self, arguments: Any, backend_name: str, device_types: Iterable[str]) -> None:
         super().__init__(arguments.group_rank, arguments.group_size)  # type: ignore[call-arg]
@@ -117,9 +111,6 @@ class PythonGroup(ProcessGroup):
 
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: the transport orders the collectives itself."""
-
-
-_exclude_from_compiling(PythonGroup)
 
 
 class CollectiveGroup(PythonGroup):

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.rank_store import BoundedStore, WrittenKeys
 from ppe_ddp.backends.wire import MessageInFlight
 from ppe_ddp.errors import CommunicationError, DisagreementError
+from ppe_ddp.torch_internals import exclude_from_compiling
 from ppe_ddp.waiting import InFlight, paced, progress_engine
 
 _LOOK_SECONDS = 0.1  # between looks for ended processes and at the store, each of which is a message ...
@@ -164,6 +165,7 @@ class Waits:
             close()
 
 
+@exclude_from_compiling
 class PythonWork(dist.Work):
     """A Work written in Python; a subclass defines ``wait()`` and the methods that tell its state."""
 
@@ -179,6 +181,7 @@ class PythonWork(dist.Work):
         return self.outputs
 
 
+@exclude_from_compiling
 class Work(PythonWork):
     """A collective or message in flight. Do not touch its tensors before ``wait()`` has returned.
 

@@ -72,8 +72,8 @@ class SavedPart:
         if theirs != own.keys():
             lacking, more = sorted(own.keys() - theirs)[:3], sorted(theirs - own.keys())[:3]
             raise ValueError(
-                f"the checkpoint lacks {lacking} and has {more}, which are not here: load the same model, of the same "
-                "dtype"
+                f"the checkpoint lacks {lacking} and has {more}, which are not here: load the same model (with a "
+                "DistributedOptimizer: of the same dtype)"
             )
         return {name: value if isinstance(value, torch.Tensor) else None for name, value in own.items()}
 

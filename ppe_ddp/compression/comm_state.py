@@ -10,6 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.plan import ParameterSpec
+from ppe_ddp.errors import UnusableError
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -352,7 +354,8 @@ def forget_unsent(wrappers: Iterable[Any]) -> None:
     for wrapper in wrappers:
         hooks = getattr(wrapper, "_hooks", None)  # Megatron's wrapper has none
         if not has_no_engine(wrapper) and (hooks is None or hooks.compressor is not None):
-            wrapper.load_comm_state_dict({})
+            with suppress(UnusableError):  # the group is gone, and nothing will be sent any more
+                wrapper.load_comm_state_dict({})
 
 
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ref
 
@@ -17,8 +17,8 @@ import accelerate
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.integrations.loading import loading
 from ppe_ddp.launch import init_process_group
 from ppe_ddp.launchers import detect
 from ppe_ddp.torch_internals import COMPILED, is_wrapped_by_compile
@@ -80,8 +80,16 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerate does, also in training; compressors then begin anew."""
-        super().load_state(*args, **kwargs)
-        forget_unsent(wrapper for reference in self._wrappers if (wrapper := reference()) is not None)
+        with ExitStack() as stack:
+            for reference in self._wrappers:
+                stack.enter_context(loading(reference()))
+            super().load_state(*args, **kwargs)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget what was prepared, as Accelerate does."""
+        self._wrappers = ()
+        freed: list[Any] = super().free_memory(*objects)
+        return freed
 
     @property
     def multi_device(self) -> bool:

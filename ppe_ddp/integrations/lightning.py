@@ -28,6 +28,7 @@ from typing_extensions import override
 from ppe_ddp.compression import Compressor
 from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
+from ppe_ddp.integrations.loading import loading
 from ppe_ddp.torch_internals import uncompiled
 
 __all__ = ["FabricStrategy", "TrainerStrategy"]
@@ -79,9 +80,8 @@ class TrainerStrategy(_Strategy, TrainerBase):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load as Lightning does, also in training (``lr_find``); a compressor then begins anew."""
-        super().load_model_state_dict(checkpoint, strict)
-        if isinstance(self.model, DistributedDataParallel):
-            forget_unsent([self.model])
+        with loading(self.model):
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:

@@ -14,16 +14,14 @@ is not gathered before the forwards: :func:`ppe_ddp.weigh` sends it with the gra
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
 
-from ppe_ddp.compression.comm_state import forget_unsent
 from ppe_ddp.ddp import DistributedDataParallel
 from ppe_ddp.integrations.accelerate import Accelerator, join_launcher
+from ppe_ddp.integrations.loading import loading
 
 __all__ = ["Trainer", "TrainerMixin", "TrainingArguments"]
 
@@ -45,24 +43,12 @@ class TrainerMixin:
         self.accelerator.__class__ = Accelerator
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._loading():
+        with loading(self.model_wrapped):
             super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        with self._loading():
+        with loading(self.model_wrapped):
             super()._load_best_model()  # type: ignore[misc]
-
-    @contextmanager
-    def _loading(self) -> Generator[None, None, None]:
-        """A context in which all ranks load into the wrapped module; the compressor then begins anew."""
-        wrapper = self.model_wrapped
-        if not isinstance(wrapper, DistributedDataParallel):
-            yield
-            return
-        wrapper._begin_loading({*wrapper.state_dict()})
-        yield
-        wrapper._end_loading()
-        forget_unsent([wrapper])
 
     def get_batch_samples(self, *given: Any) -> tuple[list[Any], Any]:
         """The batches of a step, and the number of their items on this rank alone."""

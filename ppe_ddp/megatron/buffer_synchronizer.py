@@ -476,7 +476,6 @@ class BufferSynchronizer(Synchronizer):
             run(self._sum_numbers())
         except BaseException as error:
             self.knows_of_failure = True
-            self.end_step(is_taken=False)  # all ranks wait for the sum, so it fails on all
             if (instead := self.groups[0].fail(error, FINALIZE)) is not None:
                 raise instead from error
             raise

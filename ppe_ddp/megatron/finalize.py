@@ -17,7 +17,7 @@ from torch import distributed as dist
 from ppe_ddp.backends.group_internals import default_group
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.replicas import ranks_of
-from ppe_ddp.errors import CommunicationError
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError
 from ppe_ddp.megatron.buffer_synchronizer import BufferSynchronizer
 from ppe_ddp.megatron.distributed_data_parallel import DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import SPLITS, ModelParallel, ParallelGroups, position_embedding, word_embedding
@@ -125,8 +125,7 @@ def finalize_model_grads(
         routers = [one for one in found if one.training and not getattr(one, "frozen_expert_bias", False)]
         counts = torch.cat([one.local_tokens_per_expert.reshape(-1) for one in routers]) if routers else None
         numbers = (counts, num_tokens) if parallel.group("data") is None else None
-        with chunks[0].gradient_buffers.completed_by(*numbers) if numbers else nullcontext():
-            _finish(chunks, force_all_reduce=force_all_reduce)
+        _finish_with(numbers, chunks, force_all_reduce=force_all_reduce)
         plan = {
             "data": [],
             "tensor": _over_tensor(chunks, config, parallel.group("tensor")),
@@ -180,6 +179,21 @@ def _end_step(chunks: Sequence[DistributedDataParallel], *, is_taken: bool) -> N
         chunk.gradient_buffers.end_step(is_taken=is_taken)
 
 
+def _finish_with(
+    numbers: tuple[Tensor | None, Tensor | None] | None,
+    chunks: Sequence[DistributedDataParallel],
+    *,
+    force_all_reduce: bool,
+) -> None:
+    """Finish the synchronization of all chunks, and sum ``numbers`` with it; what all ranks raise revokes the step."""
+    try:
+        with chunks[0].gradient_buffers.completed_by(*numbers) if numbers else nullcontext():
+            _finish(chunks, force_all_reduce=force_all_reduce)
+    except (DisagreementError, PeerAbortedError):
+        _end_step(chunks, is_taken=False)
+        raise
+
+
 def _finish(chunks: Sequence[DistributedDataParallel], *, force_all_reduce: bool) -> None:
     """Finish the synchronization of all chunks; a step that fails in one chunk ends in all."""
     calls = [partial(chunk.finish_grad_sync, force_all_reduce) for chunk in chunks]
@@ -223,7 +237,7 @@ def _divide(chunks: Sequence[DistributedDataParallel], total: float) -> None:
         buffers[0].tokens = total
     elif keeps:
         _end_step(chunks, is_taken=False)
-    if 0 < total < before / 2 and keeps and dist.get_rank() == 0:
+    if 0 < total < before / 2 and keeps and buffers[0].groups[0].rank == 0:
         logger.warning(
             "a step of %d tokens follows one of %d: what the compressor had not sent of sums over tokens now counts "
             "%.1f times as much. Leave such a batch out (drop_last=True), or average over tokens by weigh() with the "

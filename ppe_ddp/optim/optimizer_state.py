@@ -340,7 +340,8 @@ def _layout(master: MasterWeight) -> str:
 
 
 def _described(master: MasterWeight, model: ShardedModel) -> str:
-    layout = _layout(master) + ("" if master.is_alias else _WITH_MASTER)
+    is_wide = master.weight.dtype != master.shard.parameter.dtype
+    layout = _layout(master) + (_WITH_MASTER if is_wide else "")
     return _IN_PART.join(filter(None, (layout, _part(master, model))))
 
 

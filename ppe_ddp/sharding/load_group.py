@@ -89,7 +89,8 @@ class LoadGroup:
             text, lost = f"rank {self.rank}: {type(error).__name__}: {error}", None
             if isinstance(error, CommunicationError) or (isinstance(error, PeerAbortedError) and error.is_final):
                 lost = [error.job_rank, error.is_final]
-                text += "" if lost[0] is None else f" (rank {lost[0]} of the job)"
+                of_job = "" if lost[0] is None else f" (rank {lost[0]} of the job)"
+                text = text.removesuffix(of_job) + of_job
             return (None, text, lost), error
 
     def wait(self, pending: Any, device: torch.device) -> None:
