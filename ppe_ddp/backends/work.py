@@ -171,6 +171,10 @@ class PythonWork(dist.Work):
 
     outputs: Any = None  # the result of ``result()``
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        exclude_from_compiling(cls)
+
     def synchronize(self) -> None:
         self.wait()
 
@@ -181,7 +185,6 @@ class PythonWork(dist.Work):
         return self.outputs
 
 
-@exclude_from_compiling
 class Work(PythonWork):
     """A collective or message in flight. Do not touch its tensors before ``wait()`` has returned.
 

@@ -10,7 +10,6 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.plan import ParameterSpec
-from ppe_ddp.errors import UnusableError
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -244,7 +242,8 @@ class CommState:
     ) -> None:
         """Load a :meth:`state_dict`, or an empty one; raises for that of another compressor, rank, job or module."""
         if not state or ("buckets" in state and "compressor" not in state):  # saved without a compressor
-            state = anew(self.state_dict(compressor, groups, ()))
+            self.begin_anew(groups)
+            return
         for key, here in self._identity(compressor, groups).items():
             if state.get(key, []) != here:
                 raise ValueError(
@@ -352,10 +351,10 @@ def has_no_engine(wrapper: Any) -> bool:
 def forget_unsent(wrappers: Iterable[Any]) -> None:
     """Let the compressors of ``wrappers`` begin anew: what they have not sent is of another training."""
     for wrapper in wrappers:
-        hooks = getattr(wrapper, "_hooks", None)  # Megatron's wrapper has none
-        if not has_no_engine(wrapper) and (hooks is None or hooks.compressor is not None):
-            with suppress(UnusableError):  # the group is gone, and nothing will be sent any more
-                wrapper.load_comm_state_dict({})
+        if not hasattr(wrapper, "_hooks"):  # Megatron's
+            wrapper.load_comm_state_dict({})
+        elif not has_no_engine(wrapper):
+            wrapper._hooks.comm_state.begin_anew(wrapper._reducer.groups)
 
 
 def hierarchy_of(group: ProcessGroup) -> SharedMemoryGroup | None:

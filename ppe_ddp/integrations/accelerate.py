@@ -65,6 +65,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> nn.Module:
         """Place ``model``, set up its precision, and wrap it where several ranks train it."""
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
+        if is_prepared and isinstance(model, DistributedDataParallel):  # again, after free_memory()
+            self._wrappers = [*self._wrappers, ref(model)]
         wraps = self._is_data_parallel and not evaluation_mode and not is_prepared
         # Accelerate does the same for evaluation, but without wrapping.
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or wraps)

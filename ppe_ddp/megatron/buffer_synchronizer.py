@@ -383,7 +383,8 @@ class BufferSynchronizer(Synchronizer):
     @property
     def has_residuals(self) -> bool:
         """Whether a compressor keeps what it has not sent; the same on all ranks."""
-        return any(group.has_residuals for group in self.reduction_groups)
+        compressors = [group.compressor for group in self.reduction_groups]
+        return any(one is not None and one.has_residual() for one in compressors)
 
     @property
     def is_undecided(self) -> bool:

@@ -183,14 +183,17 @@ class DistributedDataParallel(DistributedDataParallelBase):
         """A copy of the compressors' states on this rank: of dense parameters, and of experts if there are any."""
         return [group.comm_state_dict() for group in self.gradient_buffers.reduction_groups]
 
+    @uncompiled
     def load_comm_state_dict(self, states: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
         With an empty ``states`` compressors begin anew: what they have not sent is dropped. It first waits for a step
         that was not finished.
         """
-        self._complete_step()
         groups = self.gradient_buffers.reduction_groups
+        if any(group.compressor is not None for group in groups):
+            self._ready()
+            self._complete_step()
         given: Iterable[Any] = states or [{}] * len(groups)
         for group, state in zip(groups, given, strict=True):
             group.load_comm_state_dict(state)

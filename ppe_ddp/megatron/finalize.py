@@ -185,7 +185,10 @@ def _finish_with(
     *,
     force_all_reduce: bool,
 ) -> None:
-    """Finish the synchronization of all chunks, and sum ``numbers`` with it; what all ranks raise revokes the step."""
+    """Finish the synchronization of all chunks, and sum ``numbers`` with it.
+
+    An error that the others hear of revokes the step; a rank that is interrupted keeps what it has.
+    """
     try:
         with chunks[0].gradient_buffers.completed_by(*numbers) if numbers else nullcontext():
             _finish(chunks, force_all_reduce=force_all_reduce)
@@ -237,7 +240,9 @@ def _divide(chunks: Sequence[DistributedDataParallel], total: float) -> None:
         buffers[0].tokens = total
     elif keeps:
         _end_step(chunks, is_taken=False)
-    if 0 < total < before / 2 and keeps and buffers[0].groups[0].rank == 0:
+    others = chunks[0].groups.tensor, chunks[0].groups.pipeline
+    is_first = buffers[0].groups[0].rank == 0 and not any(one is not None and dist.get_rank(one) for one in others)
+    if 0 < total < before / 2 and keeps and is_first:
         logger.warning(
             "a step of %d tokens follows one of %d: what the compressor had not sent of sums over tokens now counts "
             "%.1f times as much. Leave such a batch out (drop_last=True), or average over tokens by weigh() with the "

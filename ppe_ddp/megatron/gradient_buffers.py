@@ -355,19 +355,19 @@ class ReductionGroup:
         self.negotiation.check()
 
     @property
-    def has_residuals(self) -> bool:
-        return isinstance(self.reduction, CompressorReduction) and self.reduction.compressor.has_residual()
+    def compressor(self) -> Compressor | None:
+        return self.reduction.compressor if isinstance(self.reduction, CompressorReduction) else None
 
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank; empty without a compressor."""
-        if not isinstance(self.reduction, CompressorReduction):
+        if self.compressor is None:
             return {}
-        return self.comm_state.state_dict(self.reduction.compressor, self.groups, self.module_state.specs)
+        return self.comm_state.state_dict(self.compressor, self.groups, self.module_state.specs)
 
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`comm_state_dict`; raises for the state of another rank, module or compressor."""
-        if isinstance(self.reduction, CompressorReduction):
-            self.comm_state.load_state_dict(state, self.reduction.compressor, self.groups, self.module_state.specs)
+        if self.compressor is not None:
+            self.comm_state.load_state_dict(state, self.compressor, self.groups, self.module_state.specs)
         elif state:
             raise ValueError(f"rank {self.groups.rank}: there is no compressor that could take a state")
 

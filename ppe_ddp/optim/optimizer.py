@@ -242,7 +242,7 @@ class DistributedOptimizer(Optimizer):
         taken = {master.index for master in self._masters}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
         if again:
-            raise ValueError(f"parameters that are in another group already, or were: {', '.join(again)}")
+            raise ValueError(f"parameters that are, or were, in another group already: {', '.join(again)}")
         self._flat_step.separate()
         self._inner.add_param_group({**param_group, "params": given})
         self._take_over(self._inner.param_groups[-1:])

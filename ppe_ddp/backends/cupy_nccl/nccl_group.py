@@ -35,7 +35,6 @@ from ppe_ddp.backends.rank_store import WrittenKeys
 from ppe_ddp.backends.work import PythonWork
 from ppe_ddp.errors import CommunicationError, UnusableError
 from ppe_ddp.nested_tensors import tensors_in
-from ppe_ddp.torch_internals import exclude_from_compiling
 from ppe_ddp.waiting import progress_engine
 
 _NAME = "cupy_nccl"
@@ -259,7 +258,6 @@ class NcclOperation:
         return self._launched and all(event.query() for _, event in self.events)
 
 
-@exclude_from_compiling
 class NcclWork(PythonWork):
     """A collective or message under way on device number ``index``; with ``blocks`` its ``wait()`` blocks the host.
 
