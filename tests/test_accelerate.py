@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from one_process import data, seeded
+from one_process import data, of_all_ranks, seeded
 from ppe_ddp import Checkpointer, DistributedDataParallel
 from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from rank_tests import on_two_ranks
@@ -128,18 +128,34 @@ def test_saved_and_loaded(tmp_path):
     assert_trained(net, trained_alone(6))
 
 
+class Memory:
+    """What a compressor remembers, for ``register_for_checkpointing()``."""
+
+    def __init__(self, wrapper):
+        self.wrapper = wrapper
+
+    def state_dict(self):
+        return {"ranks": of_all_ranks(self.wrapper.comm_state_dict())}
+
+    def load_state_dict(self, state):
+        self.wrapper.load_comm_state_dict(state["ranks"][dist.get_rank()])
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
 @on_two_ranks
-def test_compressors_begin_anew_where_a_training_loads_its_state(tmp_path):
+def test_compressors_begin_anew_where_a_training_loads_its_state(is_saved, tmp_path):
     with accelerator() as own:
         net = made()
         model, optimizer = own.prepare(net, sgd(net))
         model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
+        if is_saved:
+            own.register_for_checkpointing(Memory(model))
         steps(own, model, optimizer, indices(1))
         assert model.comm_state_dict()["parameters"]
         own.save_state(tmp_path)
         own.wait_for_everyone()
         own.load_state(tmp_path)
-        assert not model.comm_state_dict()["parameters"]
+        assert bool(model.comm_state_dict()["parameters"]) == is_saved
 
 
 @on_two_ranks

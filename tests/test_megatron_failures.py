@@ -304,6 +304,31 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
     assert outcome_of(model, optimizer.step) == ""
 
 
+@on_four_ranks
+def test_a_closure_that_has_raised_once_fails_no_later_step_but_the_next():
+    model, optimizer, _ = split_model()
+
+    def outcome(raises=False):
+        def closure():
+            model.zero_grad_buffer()
+            model(torch.ones(3, 4)).sum().backward()
+            finalize_model_grads([model])
+            if raises:
+                raise Boom
+
+        try:
+            optimizer.step(closure)
+        except (Boom, PeerAbortedError, DisagreementError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    assert outcome() == ""
+    told = outcome(raises=dist.get_rank() == 1)
+    assert ("Boom" in told) == (dist.get_rank() in (1, 3))  # the data-parallel ranks, which gather its part
+    assert "DistributedOptimizer.step() has failed on rank 1 since the last step" in outcome()
+    assert [outcome(), outcome()] == ["", ""]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @on_four_ranks
 def test_an_error_names_the_rank_that_has_failed_and_not_one_that_has_told_of_it(overlap):

@@ -477,7 +477,7 @@ def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
 
 
 @on_two_ranks
-def test_ranks_agree_on_inf_though_a_group_was_removed():
+def test_ranks_agree_on_inf_and_norm_though_a_group_was_removed():
     module = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
     groups = [{"params": [*layer.parameters()]} for layer in module]
     wrapper = DistributedDataParallel(module)
@@ -485,12 +485,19 @@ def test_ranks_agree_on_inf_though_a_group_was_removed():
     del optimizer.param_groups[0]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = module[1].bias.detach().clone()
+    plain = copy.deepcopy(module)
+    plain(torch.ones(1, 4)).sum().backward()
+    plain = plain[1]
     for is_bad in (True, False):
         optimizer.zero_grad()
         scaler.scale(wrapper(torch.ones(1, 4)).sum()).backward()
         weights = optimizer.param_groups[0]["params"]
         if is_bad and dist.get_rank() == 1:
             weights[0].grad[0] = torch.inf
+        if not is_bad:
+            scaler.unscale_(optimizer)
+            expected = torch.nn.utils.get_total_norm([plain.weight.grad, plain.bias.grad])
+            torch.testing.assert_close(optimizer.clip_grad_norm_(1000.0), expected)
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0

@@ -28,6 +28,7 @@ def loading(wrapper: Any) -> Generator[None, None, None]:
 
     def begin(_: object, state_dict: Mapping[str, Any], *given: Any) -> None:
         _before_loading(wrapper, {prefix + name: value for name, value in state_dict.items()}, *given)
+        forget_unsent([wrapper])  # now, as a tool may load what a script has saved of it after the module
 
     before = module.register_load_state_dict_pre_hook(begin)
     after = module.register_load_state_dict_post_hook(lambda *_: _after_loading(wrapper, None))
@@ -36,4 +37,3 @@ def loading(wrapper: Any) -> Generator[None, None, None]:
     finally:
         before.remove()
         after.remove()
-    forget_unsent([wrapper])

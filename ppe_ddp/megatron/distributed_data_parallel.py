@@ -323,7 +323,8 @@ class DistributedDataParallel(DistributedDataParallelBase):
         :class:`~ppe_ddp.errors.PeerAbortedError` with ``reason`` in this step's backward or :meth:`finish_grad_sync`.
         On this rank ``main_grad`` keeps what it has computed. If the synchronized backward is over, other ranks may
         have their averages already; they go on with a warning. Without ``overlap_grad_reduce``, and in :meth:`no_sync`,
-        the call is also needed if a backward has raised. If the model is split, also by experts, call
+        the call is also needed if a backward has raised. Behind ``finalize_model_grads()`` it would give up the next
+        step. If the model is split, also by experts, call
         ``finalize_model_grads()`` after it: it tells the ranks of the whole model and raises, and so it does on ranks
         whose backward was ended by this. Without it the ranks stay a step apart.
         """

@@ -450,8 +450,8 @@ class ModelParallel:
         if failed >= 0:
             self._agreed = DisagreementError(
                 f"rank {dist.get_rank()}: {UPDATE} has failed on rank {failed} since the last step, which others of "
-                "its model have taken: what they have copies of (norms, embeddings) may differ. Load a checkpoint, or "
-                "copy these parameters, and go on"
+                "its model have taken: what they have copies of (norms, embeddings) may differ. Load a checkpoint on "
+                "all of them, and go on"
             )
             raise self._agreed
         return is_undecided

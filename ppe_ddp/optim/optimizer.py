@@ -220,7 +220,7 @@ class DistributedOptimizer(Optimizer):
     @property
     def model_parameters(self) -> list[nn.Parameter]:
         """The parameters of the model that it updates."""
-        return [master.shard.parameter for master in self._masters]
+        return [master.shard.parameter for master in optimizer_state.in_groups(self._masters, self._inner)]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -380,7 +380,8 @@ class DistributedOptimizer(Optimizer):
             if is_left_out and other._may_gather():
                 other._gather.fail(told)
                 has_told = True
-        if has_told and is_own:  # else the rank that failed tells it
+        # Else the rank that failed tells it, or all ranks raise it, in a closure.
+        if has_told and is_own and not isinstance(error, DisagreementError):
             self._model.copies.note_failed_update()
         if peer_error is not None:
             raise peer_error from error
@@ -421,7 +422,8 @@ class DistributedOptimizer(Optimizer):
         """The gradients of this rank's shards: all of them, and those that count in the norm."""
         self._model.assign_gradients()
         self._end_inf_checks()
-        there = [(master.shard, g) for master in self._masters if (g := master.weight.grad) is not None]
+        updated = optimizer_state.in_groups(self._masters, self._inner)
+        there = [(master.shard, g) for master in updated if (g := master.weight.grad) is not None]
         return [g for _, g in there], [g for shard, g in there if self._model.copies.counts(shard, names)]
 
     # ------------------------------------------------------------------ checkpoints
