@@ -324,9 +324,9 @@ class DistributedDataParallel(DistributedDataParallelBase):
         On this rank ``main_grad`` keeps what it has computed. If the synchronized backward is over, other ranks may
         have their averages already; they go on with a warning. Without ``overlap_grad_reduce``, and in :meth:`no_sync`,
         the call is also needed if a backward has raised. Behind ``finalize_model_grads()`` it would give up the next
-        step. If the model is split, also by experts, call
-        ``finalize_model_grads()`` after it: it tells the ranks of the whole model and raises, and so it does on ranks
-        whose backward was ended by this. Without it the ranks stay a step apart.
+        step. If the model is split, also by experts, call ``finalize_model_grads()`` after it: it tells the ranks of
+        the whole model and raises, and so it does on ranks whose backward was ended by this. Without it the ranks stay
+        a step apart.
         """
         self._reducer.abort(reason)
 
