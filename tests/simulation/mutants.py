@@ -419,8 +419,8 @@ MUTANTS = [
             "split: who has heard of a failed update calls it its own",
             DistributedOptimizer,
             "_fail",
-            "if has_told and is_own:",
-            "if has_told:",
+            "if has_told and is_own and",
+            "if has_told and",
         ),
         # outer steps of ranks that train by themselves
         ("outer: an outer step that fails counts as taken", OUTER, "_average", "or after != (before or 0)", "or True"),
