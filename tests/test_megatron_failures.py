@@ -4,6 +4,7 @@ What fails behind a backward, on any rank and in any shape of model, is in tests
 """
 
 import contextlib
+import dataclasses
 import io
 import logging
 import os
@@ -462,6 +463,32 @@ def test_who_raises_in_an_optimizers_step_says_nothing_of_another_model():
     assert outcome_of(model, optimizer.step) == ""
 
 
+@on_four_ranks
+def test_who_raises_in_an_optimizers_step_tells_that_it_has_left_out_another_model_too():
+    model, optimizer, inner = split_model()
+    other, of_other, _ = split_model(groups=model.groups)
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    assert outcome_of(other, lambda: None) == ""
+    outcome_of(model, lambda: [optimizer.step(), of_other.step()])
+    if handle is not None:
+        handle.remove()
+    assert "has failed on rank 1 since the last step" in outcome_of(other, of_other.step)
+    assert [outcome_of(other, of_other.step), outcome_of(model, optimizer.step)] == ["", ""]
+
+
+@on_four_ranks
+def test_who_raises_behind_an_optimizers_step_says_nothing_of_one_that_it_has_replaced():
+    model, replaced, inner = split_model()
+    assert outcome_of(model, replaced.step) == ""
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.module.parameters(), 0.1), model)
+    handle = optimizer.register_step_post_hook(_raise) if dist.get_rank() == 1 else None
+    assert ("Boom" in outcome_of(model, optimizer.step)) == (dist.get_rank() == 1)
+    if handle is not None:
+        handle.remove()
+    assert outcome_of(model, optimizer.step) == ""
+    assert_copies_are_equal(model)
+
+
 @pytest.mark.parametrize("compressor", [TopK(0.25, min_numel=1), PowerSGD(1, min_compression=0.1)], ids=repr)
 @on_four_ranks
 def test_a_step_that_a_tensor_parallel_rank_drops_is_dropped_by_compressors_of_complete_ranks(compressor):
@@ -656,6 +683,36 @@ def test_who_fails_in_the_optimizer_of_one_part_connects_again_with_ranks_that_h
                 scaler.step(optimizer)
         if handle is not None:
             handle.remove()
+
+
+@on_four_ranks
+def test_after_a_failure_ranks_save_the_optimizer_of_one_part_whose_connections_have_been_closed_on_some_alone():
+    """Rank 1, whose scaler has heard of the failure of rank 2, has closed nothing in which experts are averaged."""
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    groups = dataclasses.replace(groups, expert=groups.tensor, expert_tensor=alone)
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    net = Expert()
+    model = DistributedDataParallel(None, config, net, groups=groups)
+    parts = [[net.dense.weight], [net.dense.bias], net.expert.parameters()]
+    inner = [torch.optim.SGD(part, 0.1) for part in parts]
+    shards = [model.sharded(), model.sharded(), model.sharded(experts=True)]
+    optimizers = [DistributedOptimizer(*both) for both in zip(inner, shards, strict=True)]
+    handle = inner[1].register_step_post_hook(_raise) if dist.get_rank() == 2 else None
+    for expected in ((Boom, PeerAbortedError), DisagreementError, None):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        with contextlib.nullcontext() if expected is None else pytest.raises(expected):
+            model.zero_grad_buffer()
+            scaler.scale(model(torch.ones(2, 4), has_tokens=True).sum()).backward()
+            finalize_model_grads([model])
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+        if handle is not None:
+            handle.remove()
+        for optimizer in optimizers[:2]:
+            optimizer.state_dict()
+        dist.barrier(groups.expert)  # as ranks that save these experts exchange
+        optimizers[2].state_dict()
 
 
 @on_two_ranks

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from one_process import seeded
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError
-from ppe_ddp.compression import ErrorFeedback, TopK
+from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
 from ppe_ddp.megatron import DistributedDataParallelConfig
@@ -227,6 +227,39 @@ def test_checkpoints(tmp_path):
         train(each, its, [replica], range(2, 4))
     for parameter, same in zip(net.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(parameter.to_local(), same.to_local())
+
+
+@on_four_ranks
+def test_a_checkpointer_saves_the_parts_of_each_replica_if_they_differ(tmp_path):
+    mesh = mesh_of(2)
+    replica = mesh.get_local_rank("dp")
+
+    def training():
+        net = parallelized(seeded(Net), mesh["tp"])
+        model = DistributedDataParallel(net, device_mesh=mesh["dp"])
+        model.train_apart()
+        optimizer = adam(model)
+        return net, model, optimizer, Checkpointer(tmp_path, {"model": model, "optimizer": optimizer})
+
+    net, model, optimizer, checkpointer = training()
+    train(model, optimizer, [replica], range(1))  # each replica has state for another branch
+    checkpointer.save(1)
+    resumed, *rest, checkpointer = training()
+    checkpointer.load()
+    for each, its in ((model, optimizer), rest):
+        train(each, its, [replica], range(1, 4))
+    for parameter, same in zip(net.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(parameter.to_local(), same.to_local())
+
+
+@on_four_ranks
+def test_a_checkpointer_refuses_outer_steps_over_dtensors(tmp_path):
+    mesh = mesh_of(2)
+    model = DistributedDataParallel(parallelized(seeded(Net), mesh["tp"]), device_mesh=mesh["dp"])
+    optimizer = adam(model)
+    parts = {"model": model, "optimizer": optimizer, "outer": LocalSGD(model, optimizer, every=2)}
+    with pytest.raises(ValueError, match="'outer' averages DTensors"):
+        Checkpointer(tmp_path, parts)
 
 
 @on_four_ranks

@@ -27,6 +27,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     Differing,
     RankPart,
     SavedPart,
+    as_target,
     digests_of,
     loaded_part,
     of_rank,
@@ -35,6 +36,7 @@ from ppe_ddp.checkpoints.saved_parts import (
 )
 from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_engine
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
+from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
@@ -124,6 +126,11 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
     """Refuse a part if ``count`` ranks would save different tensors under one name."""
+    if isinstance(wrapper, OuterSteps) and any(map(is_distributed, wrapper.module.parameters())):
+        raise ValueError(
+            f"{name!r} averages DTensors, of which each rank has its own between two outer steps, and a Checkpointer saves "
+            "one of each name: save each rank's state_dict()s, and the model's comm_state_dict(), by torch.save()"
+        )
     if isinstance(wrapper, DistributedOptimizer) and (ranks := dist.get_world_size(wrapper.group)) < count:
         raise ValueError(
             f"{name!r} has shards on {ranks} ranks, those of its wrapper, and this Checkpointer has {count}, so that "
@@ -284,7 +291,7 @@ class Checkpointer:
         self._follow()
         number = self._next_number()  # here, no part of a split model can have failed alone
         entries: dict[str, Any] = {}
-        of_entries: dict[str, int] = {}
+        of_entries: dict[str, list[int]] = {}
         outer_steps: list[OuterSteps] = []
 
         def begin() -> Any:
@@ -331,7 +338,7 @@ class Checkpointer:
         _, _, (highest,) = self._of_all_parts(find, lambda number: [number])
         return highest
 
-    def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, int]) -> None:
+    def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, Sequence[int]]) -> None:
         """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
         if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
             everyone = self._ranks.from_each(lambda: digests)
@@ -421,8 +428,7 @@ class Checkpointer:
         own = self._differing.read(found[0], read) if saved_by == self._ranks.size else {}
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
             self._ranks.from_each(partial(add_targets, part))
-        for entry in own:
-            targets.pop(entry, None)
+        own = {entry: as_target(value, targets.pop(entry, None)) for entry, value in own.items()}
         read(targets)
         targets.update(own)
         for part in parts:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ppe_ddp.backends.json_collectives import dump_plain
 from ppe_ddp.compression.outer_steps import OuterSteps
-from ppe_ddp.engine.module import is_distributed
+from ppe_ddp.engine.module import is_distributed, local_tensor
 from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import CheckpointError
 from ppe_ddp.optim import DistributedOptimizer
@@ -224,20 +224,20 @@ class Differing:
     def __init__(self, rank: int) -> None:
         self._entry, self._rank = of_rank(rank, "differing"), rank
 
-    def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, int]]) -> None:
+    def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Move the entries that differ by the ``digests`` of all ranks; the first rank that has one saves it for all.
 
-        Only as many ranks load their own entries again.
+        Only as many ranks load their own entries again. Of a DTensor, torch saves each part of some rank for all.
         """
         first = {entry: rank for rank in reversed(range(len(digests))) for entry in digests[rank]}
-        differing = [e for e, rank in first.items() if any(other.get(e) != digests[rank][e] for other in digests)]
+        differing = [entry for entry in first if _differ([of_rank.get(entry) for of_rank in digests])]
         own = [entry for entry in differing if entry in entries]
         entries[self._entry] = {
             "entries": {entry: _copied(entries[entry]) for entry in own},
             "lacking": [entry for entry in differing if entry not in entries],
         }
         for entry in own:
-            if first[entry] != self._rank:
+            if first[entry] != self._rank and not is_distributed(entries[entry]):
                 entries.pop(entry)
 
     def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -255,25 +255,54 @@ class Differing:
         return own
 
 
+def _differ(digests: Sequence[Sequence[int] | None]) -> bool:
+    """Whether a rank lacks the entry with these digests, or ranks with the same part of it have other values."""
+    by_place: dict[tuple[int, ...], int] = {}
+    return any(one is None or by_place.setdefault(tuple(one[:-1]), one[-1]) != one[-1] for one in digests)
+
+
 def _copied(value: Any) -> Any:
     # A view would be saved with all of the memory that it lies in.
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return local_tensor(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def digests_of(entries: Mapping[str, Any]) -> dict[str, int]:
-    """The digests of these entries, without those that torch saves in shards or that cannot be saved."""
+def as_target(value: Any, target: Any) -> Any:
+    """What :func:`_copied` has made of a rank's own entry: the local tensor of a DTensor if ``target`` is one."""
+    if not is_distributed(target):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    local = value.to(target.device)
+    shape, stride = target.shape, target.stride()
+    return DTensor.from_local(local, target.device_mesh, target.placements, shape=shape, stride=stride)
+
+
+def digests_of(entries: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The digests of these entries, without those that cannot be saved.
+
+    That of a DTensor is of its local tensor, behind the place of this one among the parts.
+    """
     found = {}
     for name, value in entries.items():
         if isinstance(value, torch.Tensor):
-            if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
-                found[name] = digest_of(value)
+            local = local_tensor(value)
+            if type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided and not local.is_meta:
+                found[name] = [*_place(value), digest_of(local)]
             continue
         try:
             content = dump_plain(value)
         except TypeError:  # writing it will raise the error
             continue
-        found[name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        found[name] = [int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")]
     return found
+
+
+def _place(tensor: Any) -> list[int]:
+    """Which part of a DTensor its local tensor is; empty if that is all of it."""
+    if not is_distributed(tensor):
+        return []
+    coordinates = tensor.device_mesh.get_coordinate() or []
+    return [at for at, placement in zip(coordinates, tensor.placements) if not placement.is_replicate()]
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:

@@ -408,8 +408,8 @@ class Synchronizer(ABC):
         """Begin a step; a failure of the previous one is over."""
         self.knows_of_failure = False
 
-    def renewing(self) -> Steps:
-        """Make new connections in place of closed ones; every rank must do this together.
+    def renewing(self, only: Groups | None = None) -> Steps:
+        """Make new connections in place of closed ones, in all groups or ``only`` one; its ranks must do this together.
 
         Raises:
             PeerAbortedError: The backward of another rank has raised before that rank came here. The next step tries
@@ -417,39 +417,43 @@ class Synchronizer(ABC):
         """
         self.has_told = False
         try:
-            yield from renewing_all(self.groups, self.hook_progress)
+            yield from renewing_all(self._these(only), self.hook_progress)
         except BaseException as error:
             self.has_told = True
             self.knows_of_failure = isinstance(error, PeerAbortedError)
-            for groups in self.groups:
+            for groups in self._these(only):
                 if not groups.is_closed:  # already renewed: this group loses the step as the other groups do
                     groups.step += 1
             raise
 
-    def connect_again(self) -> None:
+    def connect_again(self, only: Groups | None = None) -> None:
         """Make new connections in place of closed ones, outside of a step; all ranks must call this together."""
-        while self.must_renew():
+        while self.must_renew() and any(map(_IS_CLOSED, self._these(only))):
             with suppress(PeerAbortedError):  # the other ranks make the next attempt in their next step
-                Completion(self.renewing(), self.groups[0]).finish()
+                Completion(self.renewing(only), self.groups[0]).finish()
+
+    def _these(self, only: Groups | None) -> Sequence[Groups]:
+        return self.groups if only is None else [only]
 
     def check(self, only: Groups | None = None, *, with_buffers: bool = True) -> None:
         """Compare parameters, buffers and options of the ranks outside of a step, see :meth:`Negotiation.check`.
 
-        If there are several groups, it can compare in one ``only``.
+        With ``only`` one of the groups, just its ranks call this, and those of the others may not know of a failure.
 
         After a failure all ranks connect again, also those that had completed the step before they hear of it, and
         those that others have waited for until the timeout.
         """
         while True:
-            self.connect_again()
+            self.connect_again(only)
+            these = self._these(only)
             try:
                 for groups, negotiation in zip(self.groups, self.negotiations, strict=True):
-                    if only in (None, groups):
+                    if groups in these:
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
                 if isinstance(error, CommunicationError) and not error.is_late:
                     raise
-                for groups in self.groups:
+                for groups in these:
                     groups.fail(error, "")
             else:
                 return

@@ -33,7 +33,7 @@ from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.replicas import ranks_of
-from ppe_ddp.engine.zero.shards import Copies, Shard
+from ppe_ddp.engine.zero.shards import Copies, FailedUpdate, Shard
 from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
 _DATA = ("dp", "cp", "ep")
@@ -260,9 +260,9 @@ class CopiesOfParameters(Copies):
     def leave(self, error: BaseException) -> None:
         self._parallel.leave(error)
 
-    def note_failed_update(self) -> None:
+    def note_failed_update(self, failure: FailedUpdate) -> None:
         if self.is_split:  # else the next step gathers all parameters
-            self._parallel.has_failed_update = True
+            self._parallel.failed_update = failure
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` counts in the norm on this rank.
@@ -325,7 +325,7 @@ class ModelParallel:
     another, then reach all ranks of the job, so that all hear of a rank that drops the step.
 
     Attributes:
-        has_failed_update: Whether an optimizer's step has failed for this wrapper; :meth:`agree` tells all ranks.
+        failed_update: An optimizer's step that has failed for this wrapper; :meth:`agree` tells all ranks.
         optimizer_of: By the name of each parameter of this chunk, which distributed optimizer updates it, as a number
             that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
@@ -348,7 +348,7 @@ class ModelParallel:
         self._has_come = False  # this call has come to connect again
         self._agreed: DisagreementError | None = None  # an error that all ranks raise
         self._sums = False  # some rank sums gradients in this step
-        self.has_failed_update = False
+        self.failed_update = FailedUpdate(is_told=True)
         self.optimizer_of: dict[str, int] = {}
         self.optimizers_of_ranks = 0, 0
         self.has_inf: Callable[[], bool] = bool
@@ -426,7 +426,7 @@ class ModelParallel:
             DisagreementError: What is sent differs; or, on all ranks, an optimizer's step has failed on one of them.
         """
         self.renew()
-        failed = dist.get_rank() if any(one.has_failed_update for one in of_chunks) else -1
+        failed = -1 if all(one.failed_update.is_told for one in of_chunks) else dist.get_rank()
         self._sums = sums or any(described.values())
         fewest = most = sum(len({*one.optimizer_of.values()}) for one in of_chunks)
         for groups in self._distinct:
@@ -445,7 +445,7 @@ class ModelParallel:
             self._sums = bool(extremes[3])
             fewest, most, is_undecided = -int(extremes[4]), int(extremes[5]), bool(extremes[6])
         for one in of_chunks:  # all ranks have been told
-            one.has_failed_update = False
+            one.failed_update.is_told = True
             one.optimizers_of_ranks = fewest, most
         if failed >= 0:
             self._agreed = DisagreementError(

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ppe_ddp.engine.failures import LOAD, SAVE
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.zero.parameter_gather import ParameterGather
-from ppe_ddp.engine.zero.shards import Copies, ShardedModel
+from ppe_ddp.engine.zero.shards import Copies, FailedUpdate, ShardedModel
 from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
@@ -195,8 +195,7 @@ class DistributedOptimizer(Optimizer):
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
-        left = [shard.name for k, shard in enumerate(self._model.shards) if k not in taken]
-        if left:
+        if left := [shard.name for k, shard in enumerate(self._model.shards) if k not in taken]:
             logger.warning(
                 "%d trainable parameters (%s ...) are not in this DistributedOptimizer; their gradients are sharded "
                 "too, so another DistributedOptimizer has to update them",
@@ -281,8 +280,7 @@ class DistributedOptimizer(Optimizer):
 
     def _end_inf_checks(self) -> None:
         for master in self._checked:
-            gradient = master.weight.grad
-            if isinstance(gradient, SharedScaleCheck):
+            if isinstance(gradient := master.weight.grad, SharedScaleCheck):
                 master.weight.grad = gradient.as_subclass(torch.Tensor)
         self._checked.clear()
 
@@ -369,20 +367,22 @@ class DistributedOptimizer(Optimizer):
         peer_error = self._gather.fail(error) if is_awaited else None
         told, is_own = peer_error or error, not isinstance(peer_error or error, PeerAbortedError)
         parent, has_told = self._model.groups.parent, is_awaited
-        # Ranks that have received all of this rank have gone on to the next optimizer. With overlap all may have.
+        # Who has received all of this rank, or has other parameters, goes on with the next optimizer; all, with overlap.
         is_over = not is_awaited or self._overlaps or (self._gather.is_sent and is_own)
+        failed = [] if self._has_ended else [self]
         for other in set(self._everyone) - {self}:
-            if other._last_step != other._model.groups.step:
+            if other._lost is None and other._last_step != other._model.groups.step:
                 other._model.copies.leave(told)
-            # Ranks without these parameters have gone on, too.
-            has_gone_on = is_over or other._model.groups.parent is not parent
-            is_left_out = has_gone_on and other._last_step != other._model.groups.step
-            if is_left_out and other._may_gather():
-                other._gather.fail(told)
-                has_told = True
+                if other._may_gather():
+                    failed.append(other)
+                    if is_over or other._model.groups.parent is not parent:
+                        other._gather.fail(told)
+                        has_told = True
         # Else the rank that failed tells it, or all ranks raise it, in a closure.
         if has_told and is_own and not isinstance(error, DisagreementError):
-            self._model.copies.note_failed_update()
+            failure = FailedUpdate()
+            for one in failed:
+                one._model.copies.note_failed_update(failure)
         if peer_error is not None:
             raise peer_error from error
 

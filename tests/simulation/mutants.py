@@ -394,7 +394,7 @@ MUTANTS = [
             "split: a failed update is told twice",
             PARALLEL,
             "agree",
-            "one.has_failed_update = False",
+            "one.failed_update.is_told = True",
             "pass",
         ),
         ("split: the ranks agree without connections", PARALLEL, "agree", "self.renew()", "pass"),

@@ -59,6 +59,13 @@ class Shard:
         return flattened(whole, self.spec)[self.start : self.stop]
 
 
+@dataclass
+class FailedUpdate:
+    """A step of optimizers that has failed on this rank, for one model or several; any of these tells all ranks."""
+
+    is_told: bool = False
+
+
 class Copies:
     """Tells which shards are copies of another rank's, so that a norm counts each element once. Here, none are.
 
@@ -111,7 +118,7 @@ class Copies:
     def leave(self, error: BaseException) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks outside the group that an optimizer's step has failed here with ``error``."""
 
-    def note_failed_update(self) -> None:  # here, the gather of parameters tells all ranks
+    def note_failed_update(self, failure: FailedUpdate) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
