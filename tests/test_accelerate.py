@@ -141,11 +141,12 @@ class Memory:
         self.wrapper.load_comm_state_dict(state["ranks"][dist.get_rank()])
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("is_saved", [False, True])
 @on_two_ranks
-def test_compressors_begin_anew_where_a_training_loads_its_state(is_saved, tmp_path):
+def test_compressors_begin_anew_where_a_training_loads_its_state(is_saved, is_compiled, tmp_path):
     with accelerator() as own:
-        net = made()
+        net = torch.compile(made(), backend="eager") if is_compiled else made()
         model, optimizer = own.prepare(net, sgd(net))
         model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
         if is_saved:

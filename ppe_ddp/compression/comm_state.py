@@ -313,11 +313,6 @@ def _averaging(groups: Groups) -> int:
     return len(_sharing(groups)) or groups.world_size
 
 
-def anew(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``comm_state_dict()`` of a compressor that begins anew: it has kept nothing, and a ``WarmUp`` warms up."""
-    return {**state, "parameters": {}, "steps": 0}
-
-
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
 
@@ -340,7 +335,8 @@ def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[
     kept = {key: value for key, value in saved.items() if key not in of_compressor}
     if "compressor" not in here:
         return kept
-    return anew({**kept, **{key: here[key] for key in ("compressor", "nodes", "slices")}})
+    own = {key: here[key] for key in ("compressor", "nodes", "slices")}
+    return {**kept, **own, "parameters": {}, "steps": 0}  # it has kept nothing, and a ``WarmUp`` warms up
 
 
 def has_no_engine(wrapper: Any) -> bool:

@@ -66,7 +66,7 @@ class Accelerator(accelerate.Accelerator):
         """Place ``model``, set up its precision, and wrap it where several ranks train it."""
         is_prepared = getattr(model, "_is_accelerate_prepared", False)
         if is_prepared and isinstance(model, DistributedDataParallel):  # again, after free_memory()
-            self._wrappers = [*self._wrappers, ref(model)]
+            self._note(model)
         wraps = self._is_data_parallel and not evaluation_mode and not is_prepared
         # Accelerate does the same for evaluation, but without wrapping.
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or wraps)
@@ -77,8 +77,11 @@ class Accelerator(accelerate.Accelerator):
         if self.ddp_handler is not None:
             self.ddp_handler.register_comm_hook(wrapper)
         wrapper._is_accelerate_prepared = True
-        self._wrappers = [*self._wrappers, ref(wrapper)]
+        self._note(wrapper)
         return wrapper
+
+    def _note(self, wrapper: DistributedDataParallel) -> None:
+        self._wrappers = [*(one for one in self._wrappers if one() is not wrapper), ref(wrapper)]
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Load as Accelerate does, also in training; compressors then begin anew."""
