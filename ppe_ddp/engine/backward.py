@@ -445,15 +445,14 @@ class Synchronizer(ABC):
         """
         while True:
             self.connect_again(only)
-            these = self._these(only)
             try:
                 for groups, negotiation in zip(self.groups, self.negotiations, strict=True):
-                    if groups in these:
+                    if only in (None, groups):
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
                 if isinstance(error, CommunicationError) and not error.is_late:
                     raise
-                for groups in these:
+                for groups in self.groups:  # or another rank, which has closed all, would wait for this one
                     groups.fail(error, "")
             else:
                 return
