@@ -310,6 +310,33 @@ def _with(state):
     return module
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_two_ranks
+def test_a_group_that_was_removed_is_added_again_and_goes_on_with_its_state(dtype):
+    wrapper, twin = (ddp(seeded(mlp, 6, 8, 8, 3).to(dtype)) for ddp in (DistributedDataParallel, nn.Sequential))
+    ours, theirs = list(wrapper.parameters()), list(twin.parameters())
+    masters = [one.detach().float().requires_grad_() for one in theirs]
+    optimizer = DistributedOptimizer(torch.optim.AdamW([{"params": ours[:2]}, {"params": ours[2:]}], lr=0.1), wrapper)
+    plain = torch.optim.AdamW([{"params": masters[:2]}, {"params": masters[2:]}], lr=0.1)
+    for step in range(6):
+        if step in (2, 4):
+            group, same = {"params": ours[:2], "lr": 0.2}, {"params": masters[:2], "lr": 0.2}
+            for one, again in ((optimizer, group), (plain, same)):
+                one.add_param_group(again) if step == 4 else one.param_groups.pop(0)
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for module in (wrapper, twin):
+            module.zero_grad()
+            module(inputs).float().square().sum().backward()
+        for master, parameter in zip(masters, theirs, strict=True):
+            master.grad = parameter.grad.float()
+        optimizer.step()
+        plain.step()
+        for master, parameter in zip(masters, theirs, strict=True):
+            parameter.data.copy_(master)
+        for own, parameter in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, parameter)
+
+
 @on_two_ranks
 def test_groups_added_later_and_parameters_in_two_optimizers():
     wrapper, twin = DistributedDataParallel(seeded(mlp, 6, 8, 8, 3)), seeded(mlp, 6, 8, 8, 3)

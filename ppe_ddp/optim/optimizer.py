@@ -175,19 +175,20 @@ class DistributedOptimizer(Optimizer):
             for master in other._masters:
                 if id(master.shard.parameter) in given:
                     other._lost = master.shard.name
+        kept = {master.index: master for master in self._masters}  # of groups that were removed, which go on
         for group in groups:
             masters: list[MasterWeight] = []
             for parameter in group["params"]:
                 state = self._inner.state.pop(parameter, None)
                 if (index := self._index.get(id(parameter))) is None:
                     continue
-                master = MasterWeight(index, self._model.shards[index], self._dtype)
+                master = kept.get(index) or MasterWeight(index, self._model.shards[index], self._dtype)
                 masters.append(master)
                 self._model.attach(index, master.weight)
                 if state is not None:
                     self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
             group["params"] = [master.weight for master in masters]
-            self._masters.extend(masters)
+            self._masters.extend(master for master in masters if master.index not in kept)
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
         first = self._masters[0].shard.name if self._masters else "nothing"
         titles = optimizer_state.described(self._inner, self._masters, self._dtype)
@@ -233,15 +234,14 @@ class DistributedOptimizer(Optimizer):
         return sum(master.weight.nbytes for master in self._masters if not master.is_alias)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters that the model had when this optimizer was made, and that are in no group yet."""
-        given = param_group["params"]
-        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        """Add parameters that the model had when this optimizer was made, and that are in no group now."""
+        given = [given] if isinstance(given := param_group["params"], torch.Tensor) else list(given)
         parameters = [one[1] if isinstance(one, tuple) else one for one in given]  # pairs have names, as in torch
         self._check_known(parameters)
-        taken = {master.index for master in self._masters}
+        taken = {master.index for master in optimizer_state.in_groups(self._masters, self._inner)}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
         if again:
-            raise ValueError(f"parameters that are, or were, in another group already: {', '.join(again)}")
+            raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
         self._flat_step.separate()
         self._inner.add_param_group({**param_group, "params": given})
         self._take_over(self._inner.param_groups[-1:])
