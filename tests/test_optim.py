@@ -20,9 +20,12 @@ from ppe_ddp import (
     DistributedDataParallel,
     DistributedOptimizer,
     PeerAbortedError,
+    PpeDdpError,
     UnusableError,
     megatron,
 )
+from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
+from ppe_ddp.megatron import DistributedDataParallelConfig, ParallelGroups, finalize_model_grads
 from ppe_ddp.optim.optimizer_state import described
 from rank_tests import on_three_ranks, on_two_ranks
 
@@ -271,6 +274,59 @@ def test_a_post_hook_that_raises_on_one_rank_fails_the_step_of_the_next_optimize
     for optimizer in optimizers:
         optimizer.synchronize()
     wrapper.check_in_sync()
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@on_two_ranks
+def test_averages_that_a_scaler_takes_for_unscaled_are_refused(is_split):
+    """A scaler that has unscaled, and whose step has raised, does not unscale those of the next step."""
+    module = seeded(mlp, 6, 8, 3)
+    if is_split:
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        for parameter in module.parameters():
+            parameter.tensor_model_parallel = True
+        groups = ParallelGroups(data=alone, tensor=dist.group.WORLD)
+        config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        wrapper = MegatronDDP(None, config, module, groups=groups)
+    else:
+        wrapper = DistributedDataParallel(module)
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def fail(*_):
+        raise ArithmeticError("planned")
+
+    optimizer, scaler = DistributedOptimizer(inner, wrapper), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inputs, moved = torch.ones(1, 6), []
+
+    def outcome():
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        try:
+            wrapper.zero_grad_buffer() if is_split else optimizer.zero_grad()
+            scaler.scale(wrapper(inputs).sum()).backward()
+            if is_split:
+                finalize_model_grads([wrapper])
+            scaler.step(optimizer)
+            scaler.update()
+        except (ArithmeticError, PpeDdpError) as error:
+            return type(error).__name__
+        moved.append(max((old - new).abs().max().item() for old, new in zip(before, module.parameters(), strict=True)))
+        return ""
+
+    assert outcome() == ""
+    handle = inner.register_step_pre_hook(fail) if dist.get_rank() == 1 else None
+    failed = {outcome()}
+    if handle is not None:
+        handle.remove()
+    if is_split:
+        failed.add(outcome())
+        assert "DisagreementError" in failed
+    told = "PeerAbortedError" if is_split and dist.get_rank() == 0 else "UnusableError"
+    assert outcome() == told
+    scaler.update(scaler.get_scale())
+    if is_split:
+        assert outcome() == "DisagreementError"
+    assert outcome() == ""
+    assert 0 < moved[-1] < 10 * moved[0]
 
 
 @on_two_ranks

@@ -1,8 +1,6 @@
 """DistributedOptimizer: shards the state of any element-wise torch optimizer over the ranks (ZeRO stage 1).
 
-All ranks agree on the norm of all gradients, and on whether one is inf. ``torch.amp.GradScaler`` looks for inf when it
-divides by the scale, in one call of torch for all gradients. One gradient of a tensor subclass adds an all-reduce of
-the result, so that inf in one rank's shard skips the step on all ranks.
+All ranks agree on the norm of all gradients, and on whether one is inf (:mod:`ppe_ddp.optim.scale_check`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from ppe_ddp.engine.zero.shards import Copies, FailedUpdate, ShardedModel
 from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
-from ppe_ddp.torch_internals import is_scaler_check, state_hooks, uncompiled, without_torch_function
+from ppe_ddp.optim.scale_check import ScaleCheck, SharedScaleCheck
+from ppe_ddp.torch_internals import state_hooks, uncompiled
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -47,9 +46,6 @@ _NOT_ELEMENTWISE = {
     **dict.fromkeys(("Shampoo", "SOAP"), "works on whole matrices"),
     **dict.fromkeys(("Prodigy", "DAdaptAdam", "DAdaptSGD"), "estimates its step size over all parameters"),
 }
-
-# By which torch's clip_grad_norm_() and its users find the norm of gradients.
-_NORMS = (torch._foreach_norm, torch.linalg.vector_norm, torch.norm, Tensor.norm)
 
 
 class DistributedOptimizer(Optimizer):
@@ -130,6 +126,8 @@ class DistributedOptimizer(Optimizer):
         self._dtype = master_dtype
         self._masters = MasterWeights()
         self._checked: list[MasterWeight] = []  # masters whose gradient is a SharedScaleCheck
+        self._unscaled_in: int | None = None  # the synchronization whose averages a GradScaler has unscaled
+        self._stays_unscaled = False  # it unscales no others, as the step behind that has raised
         self._is_stepping, self._last_step, self._has_begun, self._has_ended = False, -1, False, False
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
@@ -271,7 +269,7 @@ class DistributedOptimizer(Optimizer):
             master = min(updated, key=lambda one: one.weight.numel())
             master.weight.grad = torch.zeros_like(master.weight)
             kinds[master.weight.device, master.weight.dtype] = master
-        check = ScaleCheck(len(kinds), self._model.copies)
+        check = ScaleCheck(len(kinds), self._model.copies, partial(_note_unscaled, weakref.ref(self)))
         for master in kinds.values():
             assert master.weight.grad is not None
             master.weight.grad = shared = master.weight.grad.as_subclass(SharedScaleCheck)
@@ -295,6 +293,7 @@ class DistributedOptimizer(Optimizer):
             try:
                 return hooked(self, *args, **kwargs)
             except BaseException as error:
+                self._stays_unscaled |= self._unscaled_in == self._model.groups.step
                 if self._has_ended or not self._has_begun:
                     self._fail(error, is_awaited=not self._has_ended and self._may_gather())
                 raise
@@ -327,6 +326,7 @@ class DistributedOptimizer(Optimizer):
             self._gather.finish()
             exists = self._model.assign_gradients()
             is_awaited = self._gathers(exists)
+            self._check_unscaled()
             self._end_inf_checks()
             self._masters.refresh()
             self._is_stepping = True
@@ -346,6 +346,17 @@ class DistributedOptimizer(Optimizer):
             self._is_stepping, self._last_step = False, self._model.groups.step
         self._has_ended = True
         return loss
+
+    def _check_unscaled(self) -> None:
+        """Refuse averages that a GradScaler takes for unscaled, as it has unscaled those of a step that has raised."""
+        if self._stays_unscaled and self._unscaled_in != self._model.groups.step:
+            error = UnusableError(
+                f"rank {dist.get_rank()}: the GradScaler takes these gradients for unscaled, since the step() "
+                "behind its last check has raised: after such an error call scaler.update(scaler.get_scale()), which "
+                "keeps the scale, and go on with the next step"
+            )
+            self._model.copies.leave(error)  # other ranks, whose scaler checks for inf, wait there
+            raise error
 
     def _loss_of(self, closure: Callable[[], Any]) -> Any:
         """Call ``closure``. If it raises after its backward, tell the other ranks, which wait for this one."""
@@ -602,6 +613,11 @@ def _check_elementwise(optimizer: Optimizer) -> None:
             )
 
 
+def _note_unscaled(owner: weakref.ref[DistributedOptimizer]) -> None:
+    if (self := owner()) is not None:
+        self._unscaled_in, self._stays_unscaled = self._model.groups.step, False
+
+
 def _refuse_other_steps(owner: weakref.ref[DistributedOptimizer], optimizer: Optimizer, *_: object) -> None:
     """A hook that refuses a direct step of the wrapped optimizer, which would update this rank's shards here only."""
     self = owner()
@@ -637,64 +653,3 @@ def total_norm(
     if not copies.is_split:  # all ranks have all dtypes, and the host need not wait for a GPU
         return norm.to(dtype), False
     return norm.to(torch.float64 if total[2] > 0 else torch.float32), bool(total[3] > 0)
-
-
-class ScaleCheck:
-    """One check for inf over all ranks of a model, for the scaler's calls for each device and dtype.
-
-    Only the last of ``calls`` communicates, so that ranks with different numbers of calls send one message each.
-    """
-
-    def __init__(self, calls: int, copies: Copies) -> None:
-        self._missing = calls
-        self.copies = copies
-        self._found: list[Tensor] = []
-
-    @uncompiled
-    def add(self, found: Tensor) -> None:
-        """Take the result of one call. The last call gets the maximum over all calls of all ranks."""
-        self._found.append(found)
-        self._missing -= 1
-        if self._missing:
-            return
-        for other in self._found[:-1]:
-            found.copy_(found.maximum(other.to(found.device)))
-        if self.copies.has_inf():
-            found.fill_(1.0)
-        self.copies.check_scaling()
-        with self.copies.agreeing():
-            self.copies.all_reduce(found, dist.ReduceOp.MAX)
-
-
-class SharedScaleCheck(Tensor):
-    """A gradient shard whose check for inf is shared by all ranks.
-
-    Its norm is refused, as it would be that of one rank; all other functions work as on any tensor.
-    """
-
-    check: ScaleCheck
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with without_torch_function():
-            if func in _NORMS and args and max(map(dist.get_world_size, _check_of(args[0]).copies.parents)) > 1:
-                raise UnusableError(
-                    "this is the norm of one rank's shards of the gradients, and would clip them differently on each "
-                    "rank: call clip_grad_norm_() of the DistributedOptimizer, which also returns the norm of all; "
-                    "the norm of a shard itself is that of its detach()"
-                )
-            result = func(*args, **(kwargs or {}))
-            if is_scaler_check(func):
-                _check_of(args[0]).add(args[1])
-            return result
-
-
-def _check_of(gradients: Tensor | Sequence[Tensor]) -> ScaleCheck:
-    given = [gradients] if isinstance(gradients, Tensor) else gradients
-    return next(gradient.check for gradient in given if isinstance(gradient, SharedScaleCheck))
