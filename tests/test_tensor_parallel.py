@@ -276,6 +276,10 @@ def test_every_rank_knows_whether_a_gradient_is_zero():
     mesh = mesh_of(1)["tp"]
     assert not has_nonzero([distribute_tensor(torch.zeros(4), mesh, [Shard(0)])])
     assert has_nonzero([distribute_tensor(torch.tensor([0.0, 1.0, 0.0, 0.0]), mesh, [Shard(0)])])
+    large = torch.cat([torch.zeros(1, 8192), torch.ones(1, 8192)])  # as of a unit that is dead on one rank
+    small = torch.zeros(4)
+    assert has_nonzero([distribute_tensor(one, mesh, [Shard(0)]) for one in (large, small)])
+    assert not has_nonzero([distribute_tensor(torch.zeros_like(one), mesh, [Shard(0)]) for one in (large, small)])
 
 
 @on_two_ranks

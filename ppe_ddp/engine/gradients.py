@@ -474,22 +474,33 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def has_nonzero(gradients: Iterable[Tensor]) -> bool:
-    """Whether any element of ``gradients``, which may be sparse or sharded, is not zero."""
-    large = []
+    """Whether any element of ``gradients``, which may be sparse or sharded, is not zero; also elsewhere in DTensors.
+
+    All ranks of the meshes of DTensors call it together.
+    """
+    parts: list[Any] = []
     for gradient in gradients:
-        for part in map(_values, gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient]):
-            is_small = part.numel() <= _FEW
-            # First the first row of each large one: mostly it has a nonzero, and counting all rows takes far longer.
-            if _is_nonzero(part if is_small else local_tensor(part)[:1]):
-                return True
-            if not is_small:
-                large.append(part)
-    return any(map(_is_nonzero, large))
+        parts += map(_values, gradient.content.parts if isinstance(gradient, ShardedGradient) else [gradient])
+    found = _is_nonzero([local_tensor(part) for part in parts])
+    meshes = {part.device_mesh: part for part in parts if is_distributed(part)}
+    for mesh, part in meshes.items():  # however many of them are nonzero here, once
+        from torch.distributed.tensor import DTensor, Partial
+
+        flag = torch.tensor(float(found), device=part.device)
+        found = bool(DTensor.from_local(flag, mesh, [Partial()] * mesh.ndim, run_check=False).full_tensor())
+    return found
 
 
-def _is_nonzero(tensor: Any) -> bool:
-    # A count_nonzero() of DTensors needs torch 2.11.
-    return bool((tensor != 0).sum().full_tensor() if is_distributed(tensor) else tensor.count_nonzero())
+def _is_nonzero(parts: Sequence[Tensor]) -> bool:
+    large = []
+    for part in parts:
+        is_small = part.numel() <= _FEW
+        # First the first row of each large one: mostly it has a nonzero, and counting all rows takes far longer.
+        if (part if is_small else part[:1]).count_nonzero():
+            return True
+        if not is_small:
+            large.append(part)
+    return any(map(torch.count_nonzero, large))
 
 
 def _totals(gradients: list[Tensor]) -> Sequence[Tensor]:
