@@ -391,9 +391,9 @@ class DistributedOptimizer(Optimizer):
                         has_told = True
         # Else the rank that failed tells it, or all ranks raise it, in a closure.
         if has_told and is_own and not isinstance(error, DisagreementError):
-            failure = FailedUpdate()
-            for one in failed:
-                one._model.copies.note_failed_update(failure)
+            told_together: dict[Sequence[ProcessGroup], FailedUpdate] = {}
+            for copies in (one._model.copies for one in failed):
+                copies.note_failed_update(told_together.setdefault(tuple(copies.parents), FailedUpdate()))
         if peer_error is not None:
             raise peer_error from error
 

@@ -61,7 +61,7 @@ class Shard:
 
 @dataclass
 class FailedUpdate:
-    """A step of optimizers that has failed on this rank, for one model or several; any of these tells all ranks."""
+    """A step of optimizers that has failed on this rank, for one model or several of the same ranks; one tells all."""
 
     is_told: bool = False
 
