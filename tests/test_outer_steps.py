@@ -408,6 +408,30 @@ def test_a_state_that_is_loaded_before_the_module_can_be_saved_before_the_next_s
     assert all(torch.equal(found["last"][name], value) for name, value in saved["last"].items())
 
 
+@pytest.mark.parametrize("width", [2, 4])
+@on_two_ranks
+def test_a_head_that_is_replaced_behind_the_load_of_its_state_begins_anew(width):
+    heads = {}
+    for loads in (False, True):
+        net = seeded(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))
+        wrapper = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        outer = DiLoCo(wrapper, optimizer, every=2)
+        for step in range(6):
+            if step == 4:
+                if loads:
+                    saved = copy.deepcopy([one.state_dict() for one in (outer, wrapper)])
+                    outer.load_state_dict(saved[0])
+                    wrapper.load_state_dict(saved[1])
+                net[1] = seeded(nn.Linear, 8, width)
+                optimizer.param_groups[0]["params"] = [*net.parameters()]
+            optimizer.zero_grad()
+            wrapper(data(4, 8, step=step)).square().mean().backward()
+            optimizer.step()
+        heads[loads] = net[1].weight
+    assert torch.equal(heads[True], heads[False])
+
+
 @on_two_ranks
 def test_after_an_outer_step_that_a_check_drops_each_rank_has_its_own_to_save():
     wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2), check_for_nan_in_grad="skip")

@@ -278,13 +278,16 @@ class OuterSteps:
         self._follow(parameters)
         for name, parameter in parameters.items():
             self._note(name, parameter)
-        self._loaded.digests.clear()
+        self._loaded.clear()
 
     def _note(self, name: str, parameter: nn.Parameter, *, with_loaded: bool = True) -> None:
         known = self._last.get(name)
         if known is not None and name in self._restored:
-            self._last[name] = parameter, known[1]
-            return
+            # Another parameter is there by load_state_dict(assign=True), or else in place of the one that was saved.
+            if parameter is known[0] or id(known[0]) in self._loaded.assigned or id(parameter) in self._loaded.digests:
+                self._last[name] = parameter, known[1]
+                return
+            self._restored.discard(name)
         is_loaded = with_loaded and self._loaded.take(parameter)
         if known is not None and known[0] is not parameter:
             self._velocity.pop(name, None)
@@ -598,13 +601,20 @@ class _LoadedParameters:
         # By the identity of a parameter: the digest of its values before, how often it was loaded since then, and the
         # list of missing keys of the last load, which comes to a tied parameter several times.
         self.digests: dict[int, tuple[int, int, object]] = {}
+        self.assigned: set[int] = set()  # those of these in whose place another one was loaded
 
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: object) -> None:
-        _, _, missing, *_ = rest
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        metadata, _, missing, *_ = rest
         for name, parameter in module.named_parameters(recurse=False):
             if prefix + name in state and not parameter.is_meta:
                 before, count, last = self.digests.get(id(parameter)) or (digest_of(parameter), 0, None)
                 self.digests[id(parameter)] = before, count + (missing is not last), missing
+                if metadata.get("assign_to_params_buffers"):
+                    self.assigned.add(id(parameter))
+
+    def clear(self) -> None:
+        self.digests.clear()
+        self.assigned.clear()
 
     def take(self, parameter: nn.Parameter) -> bool:
         """Whether it was loaded; not if it has got back what it had before, as after an evaluation of other values.
