@@ -253,6 +253,25 @@ def test_a_checkpointer_saves_the_parts_of_each_replica_if_they_differ(tmp_path)
 
 
 @on_four_ranks
+def test_a_compressor_begins_anew_where_as_many_ranks_load_on_another_mesh(tmp_path):
+    states = []
+    for replicas in (2, 4):
+        mesh = mesh_of(replicas)
+        model = DistributedDataParallel(parallelized(seeded(Net), mesh["tp"]), device_mesh=mesh["dp"])
+        model.register_comm_hook(ErrorFeedback(TopK(0.1, min_numel=4)))
+        optimizer = adam(model)
+        checkpointer = Checkpointer(tmp_path, {"model": model, "optimizer": optimizer})
+        if replicas == 4:
+            checkpointer.load()
+            states.append(model.comm_state_dict())
+        train(model, optimizer, [mesh.get_local_rank("dp")], range(2))
+        states.append(model.comm_state_dict())
+        checkpointer.save(2)
+    assert [bool(state["parameters"]) for state in states] == [True, False, True]
+    assert [state["steps"] for state in states] == [2, 0, 2]
+
+
+@on_four_ranks
 def test_a_checkpointer_refuses_outer_steps_over_dtensors(tmp_path):
     mesh = mesh_of(2)
     model = DistributedDataParallel(parallelized(seeded(Net), mesh["tp"]), device_mesh=mesh["dp"])

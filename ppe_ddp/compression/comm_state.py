@@ -232,6 +232,7 @@ class CommState:
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in states.items() if own}
         return {
             **self._identity(compressor, groups),
+            "job_ranks": list(map(groups.job_rank_of, range(groups.world_size))),
             "steps": groups.taken,
             "slices": dict(self.owners.of_names),
             "parameters": parameters,
@@ -314,25 +315,27 @@ def _averaging(groups: Groups) -> int:
 
 
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
+    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and ranks of ``here``, another one.
 
     If these differ, it has no state of a compressor, and a ``WarmUp`` begins anew: that of another one means nothing to
-    this one, and on other nodes other ranks would have that state now.
+    this one, and on other nodes, or among other ranks, other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
         return saved
-    if "compressor" not in saved or all(saved[key] == here.get(key) for key in ("compressor", "nodes")):
+    has_moved = saved.get("job_ranks") != here.get("job_ranks", saved.get("job_ranks"))
+    is_same = not has_moved and all(saved.get(key) == here.get(key) for key in ("compressor", "nodes"))
+    if "compressor" not in saved or is_same:
         return saved
     if saved["rank"] == 0:
         logger.warning(
-            "this was saved with %s, which is not the compressor here, or the ranks were on other nodes, or shared "
-            "memory in another way: what the compressor had not sent then is not loaded",
+            "this was saved with %s, which is not the compressor here, or the ranks were on other nodes, shared memory "
+            "in another way, or averaged with other ranks: what the compressor had not sent then is not loaded",
             saved["compressor"],
         )
     if not here:
         return here
     of_compressor = ("compressor", "nodes", "slices", "parameters", "steps")
-    kept = {key: value for key, value in saved.items() if key not in of_compressor}
+    kept = {key: value for key, value in (here if has_moved else saved).items() if key not in of_compressor}
     if "compressor" not in here:
         return kept
     own = {key: here[key] for key in ("compressor", "nodes", "slices")}
