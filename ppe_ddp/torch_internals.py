@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, suppress
 from fnmatch import fnmatchcase
 from functools import partial, wraps
@@ -488,15 +488,21 @@ def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -
             result = plain(*args, **kwargs)
         else:
             skipped()
-        vars(self).update(given)
+        _give_scale(self, given)
         return result
 
     vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=True)
 
 
+@uncompiled  # as Dynamo does not carry such a change over a break of its graph
 def take_scale(optimizer: Optimizer) -> dict[str, Any]:
     """Remove what a ``GradScaler`` has given ``optimizer`` for a step; the next step would apply it again."""
     return {key: vars(optimizer).pop(key) for key in ("found_inf", "grad_scale") if key in vars(optimizer)}
+
+
+@uncompiled
+def _give_scale(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    vars(optimizer).update(given)
 
 
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:

@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -384,6 +385,27 @@ def test_an_error_names_a_rank_that_has_died_where_only_others_have_waited_for_i
         assert "which has died" in str(error)
         assert "start" in str(error)
         assert "next step" not in str(error)
+
+
+def die_where_the_script_itself_communicates():
+    model, *_ = split_model(groups=ParallelGroups.from_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))))
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(20):  # a connection may be closed before the process has ended
+        model.zero_grad_buffer()
+        with pytest.raises(RuntimeError):
+            dist.recv(torch.empty(1), 0)
+        model.abort_grad_sync("a stage has not received anything")
+        with contextlib.suppress(PeerAbortedError):
+            finalize_model_grads([model])
+        time.sleep(0.1)
+
+
+def test_a_rank_that_gives_a_step_up_hears_that_another_one_has_died():
+    with Ranks(2, timeout=120) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(die_where_the_script_itself_communicates)
+    told = caught.value.exceptions
+    assert {(type(error), error.job_rank, error.is_final) for error in told.values()} == {(CommunicationError, 0, True)}
 
 
 def die_beside_another_node(culprit, is_closed):

@@ -632,6 +632,26 @@ def test_an_outer_step_follows_an_inner_one_of_the_same_parameters():
 
 
 @on_two_ranks
+def test_a_step_that_is_compiled_and_that_a_scaler_may_skip():
+    found = []
+    for compiles in (False, True):
+        wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2))
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        LocalSGD(wrapper, optimizer, every=2)
+        if compiles:
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = wrapper(data(3, 4, step=step)).sum()
+            scaler.scale(loss * float("inf") if step == 2 and dist.get_rank() == 0 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(wrapper.module.weight)
+    assert torch.equal(*found)
+
+
+@on_two_ranks
 def test_what_was_not_sent_of_gradients_is_not_added_to_parameters_nor_the_reverse():
     module = seeded(mlp, 8, 8)
     wrapper = DistributedDataParallel(module)

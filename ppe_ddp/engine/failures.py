@@ -436,12 +436,16 @@ class Failures:
         error.told_in = self._name
         return error
 
+    def check_lost(self, reason: str = "") -> None:
+        """Raise CommunicationError if a rank is known to be gone; it waits for nothing."""
+        if lost := self._lost.gone():
+            raise self.lost_error(lost, reason)
+
     def lost_error(self, lost: Sequence[LostRank], reason: str) -> CommunicationError:
         """The error that names the ranks, at least one, that this rank has waited for in vain.
 
         ``reason`` tells how they were found.
         """
-        names = " and ".join(map(str, lost))
         if any(one.is_gone for one in lost):
             had_fewer = any(one.condition == Condition.LEFT.value or _HAS_WAITED.search(one.condition) for one in lost)
             skipped = "If it has left out a backward: let it call model.finish_grad_sync() in its place"
@@ -450,10 +454,8 @@ class Failures:
             advice = f"{when}: start the job anew, from a checkpoint if there is one"
         else:
             advice = f"{EQUALLY_OFTEN}; and where a rank may be that slow, give init_process_group() a longer timeout"
-        error = CommunicationError(
-            f"rank {self._rank}: the communication of this step failed, as it needs {names}. {advice}"
-            + (f" ({reason})" if reason else "")
-        )
+        told = f"{' and '.join(map(str, lost))}. {advice}" + (f" ({reason})" if reason else "")
+        error = CommunicationError(f"rank {self._rank}: the communication of this step failed, as it needs {told}")
         first = next((k for k, one in enumerate(lost) if one.is_gone), 0)
         error.ranks = tuple(one.rank for one in lost)
         error.job_ranks = tuple(map(self._job_rank_of, error.ranks))

@@ -431,8 +431,7 @@ class Groups:
 
     def _look(self, phase: str = "") -> None:
         self.failures.check(phase)
-        if lost := self._lost.gone():
-            raise self.failures.lost_error(lost, _NOT_STARTED if phase == START else _NOT_CONNECTED)
+        self.failures.check_lost(_NOT_STARTED if phase == START else _NOT_CONNECTED)
 
     def _begin_attempt(self) -> None:
         """Begin the attempt to connect again for the next step of this rank.

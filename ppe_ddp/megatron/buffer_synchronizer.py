@@ -534,6 +534,9 @@ class BufferSynchronizer(Synchronizer):
         failure, error = self.failure, self.error
         self.failure = self.error = None
         if failure is not None:
+            if not isinstance(failure, CommunicationError):
+                for groups in self.groups:
+                    groups.failures.check_lost()  # of which this failure may be a consequence
             raise failure
         if error is not None:
             raise error

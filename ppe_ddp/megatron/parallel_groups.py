@@ -34,7 +34,7 @@ from ppe_ddp.engine.negotiation import await_all
 from ppe_ddp.engine.peer_processes import Activity
 from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies, FailedUpdate, Shard
-from ppe_ddp.errors import DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
+from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedError, PpeDdpError, UnusableError
 
 _DATA = ("dp", "cp", "ep")
 SPLITS = ("tensor", "pipeline", "embedding", "position_embedding")
@@ -509,6 +509,11 @@ class ModelParallel:
         try:
             if self._waits_in is not None:
                 instead = self._waits_in.fail(error, self._phase)
+            elif isinstance(error, Exception) and not isinstance(error, CommunicationError):
+                for groups in self._distinct:
+                    groups.failures.check_lost()  # of which this step's failure may be a consequence
+        except CommunicationError as lost:
+            instead = lost
         finally:  # all are told, even if an interrupt ends a wait
             aborted = relayed(instead or error)
             with ExitStack() as stack:
