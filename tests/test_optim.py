@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -456,6 +457,37 @@ def test_optimizers_that_differ_between_ranks_are_an_error_on_all(difference, is
             wrapper.zero_grad_buffer()
     for group in optimizer.param_groups:
         assert all(weight.grad is None for weight in group["params"])
+
+
+@pytest.mark.parametrize("is_megatron", [False, True])
+@on_two_ranks
+def test_hyper_parameters_that_come_apart_later_are_an_error_on_all(is_megatron):
+    """As with a scheduler of one rank's own loss: each rank would train its shards with its own rate."""
+    config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrap = partial(megatron.DistributedDataParallel, None, config) if is_megatron else DistributedDataParallel
+    wrapper = wrap(seeded(mlp, 6, 3))
+    optimizer = DistributedOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+    replaced = optimizer
+    told = []
+    for step in range(60):
+        group = optimizer.param_groups[0]
+        group["lr"] *= 0.9 if 20 <= step < 36 and dist.get_rank() == 1 else 0.99
+        if step == 36:
+            group["lr"] = 0.05
+        if step == 40:
+            optimizer = DistributedOptimizer(torch.optim.SGD([*wrapper.parameters()][::-1], lr=0.1), wrapper)
+            replaced.param_groups[0]["lr"] += dist.get_rank()
+        optimizer.zero_grad()
+        wrapper.zero_grad_buffer() if is_megatron else None
+        try:
+            wrapper(data(2, 6)).sum().backward()
+            wrapper.finish_grad_sync() if is_megatron else None
+            optimizer.step()
+        except DisagreementError as error:
+            told.append((step, str(error)))
+    assert len(told) == 1, told
+    assert told[0][0] in range(20, 36)
+    assert re.search(r"rank 1 differs from rank 0: .*'0.weight', ...: group 0 with lr=0\.0.* lr=0\.0", told[0][1])
 
 
 def test_hyper_parameters_are_compared_without_their_device():

@@ -237,6 +237,23 @@ def test_a_rank_that_dies_in_a_load_is_named_on_all():
     assert all("rank 2, which has died" in str(error) for error in found.values()), found
 
 
+def test_no_rank_waits_in_the_next_call_for_one_that_has_heard_of_a_death():
+    with Ranks(3, group_timeout=100, timeout=120) as ranks, pytest.raises(RankError) as caught:
+        ranks.run(call_again_after_a_death, grace=SECONDS, timeout=60)
+    assert sorted(caught.value.exceptions) == [0, 1]
+
+
+def call_again_after_a_death():
+    group = LoadGroup()
+    assert group.from_each(lambda: 1) == [1, 1, 1]
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call in (group.from_each, group.from_each, group.from_source):
+        with pytest.raises(CommunicationError) as caught:
+            call(lambda: 1)
+    raise caught.value
+
+
 def test_who_hears_of_a_death_in_another_group_knows_the_rank_in_the_job():
     with Ranks(3, timeout=120) as ranks, pytest.raises(RankError) as caught:
         ranks.run(die_in_one_group, grace=SECONDS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import statistics
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -177,6 +177,9 @@ class Agreement(NamedTuple):
             first = next((i for i, status in enumerate(self.statuses) if status == 1 and weigh[i]), first)
         return ranks_named(self.writers, second, first)
 
+_Watched = Callable[[], Sequence[str] | None]
+_WATCH_EVERY = 16
+
 
 class Negotiation:
     """Finds out by mask exchanges which gradients exist on any rank, and checks what must be the same on every rank.
@@ -199,6 +202,9 @@ class Negotiation:
         self._place = "start"
         self._options = [f"options {options}"] if options else []
         self._plugs: dict[str, tuple[str, ...]] = {}
+        self._watched: dict[str, _Watched] = {}
+        self._last_watched: dict[str, Sequence[str]] = {}
+        self._compared: list[str] = []  # of these, in the current exchange
         self._buffer_lines: list[str] = []
         self._count = 0
         self._learned: tuple[object, ...] = ()  # what this rank has learned ...
@@ -230,14 +236,22 @@ class Negotiation:
         self._packing = packing
         self.planner.repack(packing)
 
-    def use_plug(self, what: str, *titles: str) -> None:
+    def use_plug(self, what: str, *titles: str, watched: _Watched | None = None) -> None:
         """Require that all ranks have the same plug, from the next exchange on.
 
         ``what`` tells its purpose, as in ``"gradients averaged by"``. ``titles`` tell its identity, one line each; pass
-        none if the plugs of the ranks may differ.
+        none if the plugs of the ranks may differ. What ``watched`` returns may change from step to step, and is
+        compared in every 16th: further lines, or None where it has stayed the same.
         """
         self._plugs[what] = titles
+        if watched is not None:
+            self._watched[what] = watched
         self._digest = fingerprint(self._lines())
+
+    def _watched_lines(self) -> list[str]:
+        found = {what: lines for what, look in self._watched.items() if (lines := look()) is not None}
+        self._last_watched |= found
+        return [f"{what} {line}" for what, lines in self._last_watched.items() for line in lines]
 
     def check(self, *, with_buffers: bool = True, writes_buffers: bool = False) -> None:
         """Compare parameters, options and (``with_buffers``) buffers across the ranks, which must all call this.
@@ -302,7 +316,9 @@ class Negotiation:
         if not is_vote and (lines := _buffer_lines(buffers) if buffers else []) != self._buffer_lines:
             self._buffer_lines = lines
             self._digest = fingerprint(self._lines())
-        digest = blake2b(self._place.encode(), digest_size=DIGEST, key=self._digest).digest()
+        self._compared = [] if is_vote or not self._watched or groups.step % _WATCH_EVERY else self._watched_lines()
+        said_here = "\n".join([self._place, *self._compared])
+        digest = blake2b(said_here.encode(), digest_size=DIGEST, key=self._digest).digest()
         fields = {"present": bytes(local)}
         if self.sends_by_node and groups.node_masks is not None:
             fields["present"], fields["nodes"] = map(fields["present"].translate, groups.node_masks.tables)
@@ -351,7 +367,8 @@ class Negotiation:
         """
         agreed = exchange.result()
         if not agreed.same:
-            raise _disagreement([self._place, *self._lines(local)], self._groups)
+            self._last_watched.clear()  # perhaps of what is no longer used
+            raise _disagreement([self._place, *self._lines(local), *self._compared], self._groups)
         fields, nodes = dict(agreed.fields), b""
         if fields.pop("learned", None) != exchange.fields.get("learned"):
             self._forget()  # a single rank has changed its module, or loaded an order

@@ -190,7 +190,8 @@ class DistributedOptimizer(Optimizer):
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
         first = self._masters[0].shard.name if self._masters else "nothing"
         titles = optimizer_state.described(self._inner, self._masters, self._dtype)
-        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles)
+        now = partial(_numbers, weakref.ref(self))
+        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles, watched=now)
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -611,6 +612,13 @@ def _check_elementwise(optimizer: Optimizer) -> None:
                 f"{kind.__name__} {_NOT_ELEMENTWISE[kind.__name__]}, so it cannot update shards by themselves: use it "
                 "without DistributedOptimizer, or choose one that works element by element (SGD, AdamW, Adagrad, ...)"
             )
+
+
+def _numbers(owner: weakref.ref[DistributedOptimizer]) -> list[str] | None:
+    """The hyper-parameters of the groups as they are now; none of an optimizer that cannot step any more."""
+    if (self := owner()) is None:
+        return None
+    return [] if self._lost is not None else optimizer_state.hyper_parameters(self._inner)
 
 
 def _note_unscaled(owner: weakref.ref[DistributedOptimizer]) -> None:

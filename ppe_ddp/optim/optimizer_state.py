@@ -46,6 +46,12 @@ def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torc
     return lines
 
 
+def hyper_parameters(optimizer: Optimizer) -> list[str]:
+    """The hyper-parameters of all groups that are numbers, one line each."""
+    groups = enumerate(optimizer.param_groups)
+    return [f"group {number} with {line}" for number, group in groups for line in _hyper_parameters(group)]
+
+
 def _hyper_parameters(group: Mapping[str, Any]) -> list[str]:
     """Those of one group of an optimizer that are numbers, one line each."""
     options = {key: _plain(value) for key, value in sorted(group.items())}

@@ -105,6 +105,8 @@ class LoadGroup:
         try:
             if self._processes is None and self.group is not None and self.size > 1 and is_registered(self.group):
                 self._processes = _Processes(self.group, self.rank)
+            elif self._processes is not None:
+                self._processes.failures.check_lost()  # else one rank that knows it would leave the others waiting
             return call()
         except RuntimeError as error:
             instead = None if self._processes is None else self._processes.explained(error)

@@ -65,9 +65,9 @@ class ShardedParameters(ShardedModel):
         self._may_release = False
         self.use_module(module_state)
 
-    def require_same(self, what: str, *titles: str) -> None:
+    def require_same(self, what: str, *titles: str, watched: Callable[[], Sequence[str] | None]) -> None:
         """See the base; costs no message, as each mask has a digest of all that must be the same."""
-        self._require_same(what, *titles)
+        self._require_same(what, *titles, watched=watched)
 
     @staticmethod
     def packing(packing: Packing) -> Packing:

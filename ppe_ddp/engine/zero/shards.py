@@ -18,7 +18,7 @@ order of its memory if that is dense (``channels_last`` too), else in the order 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -166,8 +166,13 @@ class ShardedModel(ABC):
         """The ranks that share the parameters."""
         return self.groups.parent
 
-    def require_same(self, what: str, *titles: str) -> None:  # noqa: B027  # some do not compare them
-        """Let the next backward raise on all ranks if they differ in the ``titles`` that describe ``what``."""
+    def require_same(  # noqa: B027  # some do not compare them
+        self, what: str, *titles: str, watched: Callable[[], Sequence[str] | None]
+    ) -> None:
+        """Let the next backward raise on all ranks if they differ in the ``titles`` that describe ``what``.
+
+        Let later ones raise if they differ in what ``watched`` returns then; see ``Negotiation.use_plug()``.
+        """
 
     @property
     @abstractmethod
