@@ -213,7 +213,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._reducer.use_module(self._module_state)
         self._reducer.enabled = self.require_backward_grad_sync
         self._reducer.synchronizer.weights.is_refused = self._is_apart
-        self._mark_written()
+        self._mark_written(self._reducer)
         self._use_hooks()
         if synchronize:
             try:
@@ -530,6 +530,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
                 warn_of_one_machine(self._hooks.compressor, self._reducer.groups)
         return handle
 
+    @uncompiled
     def comm_state_dict(self) -> dict[str, Any]:
         """A copy of the compressor's state on this rank, and of the learned order of buckets.
 
@@ -548,7 +549,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
             state |= {**self._hooks.comm_state.state_dict(compressor, reducer.groups, specs), "apart": self._is_apart}
         return state
 
-    @outside_inference
+    @uncompiled
     def load_comm_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the :meth:`comm_state_dict` of this rank. All ranks call this together.
 
@@ -661,13 +662,12 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         self._written = [*{*self._written} & {*map(owner_of, others)}]
 
     def _end_loading(self) -> None:
-        if self._reducer is not None:
-            self._reducer.synchronizer.note_buffers()
-            self._mark_written()
+        if (reducer := self._reducer) is not None:
+            reducer.synchronizer.note_buffers()
+            self._mark_written(reducer)
 
-    def _mark_written(self) -> None:
-        assert self._reducer is not None
-        self._reducer.synchronizer.mark_buffers(self._written)
+    def _mark_written(self, reducer: Reducer[BucketSynchronizer]) -> None:
+        reducer.synchronizer.mark_buffers(self._written)
         self._written = []
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ppe_ddp import (
     DistributedOptimizer,
     NonFiniteGradientError,
     PeerAbortedError,
+    UnusableError,
     average,
 )
 from ppe_ddp.compression import Compressor, ErrorFeedback, Int8, PowerSGD, TopK
@@ -306,6 +307,21 @@ def test_who_raises_in_an_optimizers_step_leaves_other_copies_and_all_are_told()
     assert outcome_of(model, optimizer.step) == ""
 
 
+@on_two_ranks
+def test_who_has_raised_in_an_optimizers_step_saves_nothing_before_all_are_told():
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
+    model, optimizer, inner = split_model(groups=groups)
+    assert outcome_of(model, optimizer.step) == ""
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    outcome_of(model, optimizer.step)
+    if handle is not None:
+        handle.remove()
+    with pytest.raises(UnusableError, match="has failed here") if handle else contextlib.nullcontext():
+        optimizer.state_dict()
+    assert "has failed on rank 1" in outcome_of(model, optimizer.step)
+    optimizer.state_dict()
+
+
 @on_four_ranks
 def test_a_closure_that_has_raised_once_fails_no_later_step_but_the_next():
     model, optimizer, _ = split_model()
@@ -500,7 +516,7 @@ def test_who_raises_in_an_optimizers_step_tells_that_it_has_left_out_another_mod
 
 @on_four_ranks
 def test_who_raises_behind_an_optimizers_step_says_nothing_of_one_that_it_has_replaced():
-    model, replaced, inner = split_model()
+    model, replaced, _ = split_model()
     assert outcome_of(model, replaced.step) == ""
     optimizer = DistributedOptimizer(torch.optim.SGD(model.module.parameters(), 0.1), model)
     handle = optimizer.register_step_post_hook(_raise) if dist.get_rank() == 1 else None

@@ -477,6 +477,23 @@ def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
 
 
 @on_two_ranks
+def test_a_compiled_step_that_saves_and_loads():
+    model, optimizer = two_heads("plain", torch.optim.AdamW)
+
+    def step(inputs):
+        optimizer.zero_grad()
+        model(inputs, 0).sum().backward()
+        optimizer.step()
+        state, kept = optimizer.state_dict(), model.comm_state_dict()
+        optimizer.load_state_dict(state)
+        model.load_comm_state_dict(kept)
+        return state
+
+    state = torch.compile(step, backend="eager")(torch.ones(2, model.module.heads[0].in_features))
+    assert float(state["state"]["heads.0.weight"]["step"]) == 1.0
+
+
+@on_two_ranks
 def test_ranks_agree_on_inf_and_norm_though_a_group_was_removed():
     module = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)))
     groups = [{"params": [*layer.parameters()]} for layer in module]

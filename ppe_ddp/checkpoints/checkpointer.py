@@ -128,8 +128,8 @@ def _refuse_split(name: str, wrapper: Any, count: int) -> None:
     """Refuse a part if ``count`` ranks would save different tensors under one name."""
     if isinstance(wrapper, OuterSteps) and any(map(is_distributed, wrapper.module.parameters())):
         raise ValueError(
-            f"{name!r} averages DTensors, of which each rank has its own between two outer steps, and a Checkpointer saves "
-            "one of each name: save each rank's state_dict()s, and the model's comm_state_dict(), by torch.save()"
+            f"{name!r} averages DTensors, of which each rank has its own between two outer steps, and a Checkpointer "
+            "saves one of each name: save each rank's state_dict()s, and the model's comm_state_dict(), by torch.save()"
         )
     if isinstance(wrapper, DistributedOptimizer) and (ranks := dist.get_world_size(wrapper.group)) < count:
         raise ValueError(

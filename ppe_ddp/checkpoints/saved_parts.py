@@ -302,7 +302,7 @@ def _place(tensor: Any) -> list[int]:
     if not is_distributed(tensor):
         return []
     coordinates = tensor.device_mesh.get_coordinate() or []
-    return [at for at, placement in zip(coordinates, tensor.placements) if not placement.is_replicate()]
+    return [at for at, placement in zip(coordinates, tensor.placements, strict=False) if not placement.is_replicate()]
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:

@@ -177,6 +177,7 @@ class Agreement(NamedTuple):
             first = next((i for i, status in enumerate(self.statuses) if status == 1 and weigh[i]), first)
         return ranks_named(self.writers, second, first)
 
+
 _Watched = Callable[[], Sequence[str] | None]
 _WATCH_EVERY = 16
 

@@ -264,6 +264,13 @@ class CopiesOfParameters(Copies):
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.failed_update = failure
 
+    def check_updates(self) -> None:
+        if not self._parallel.failed_update.is_told:
+            raise UnusableError(
+                f"rank {dist.get_rank()}: {UPDATE} has failed here since the last finalize_model_grads(), and other "
+                "ranks of the model may have taken that step: load a checkpoint on all before you save another one"
+            )
+
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether the parameter of ``shard`` counts in the norm on this rank.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from itertools import chain
@@ -379,7 +379,7 @@ class DistributedOptimizer(Optimizer):
         peer_error = self._gather.fail(error) if is_awaited else None
         told, is_own = peer_error or error, not isinstance(peer_error or error, PeerAbortedError)
         parent, has_told = self._model.groups.parent, is_awaited
-        # Who has received all of this rank, or has other parameters, goes on with the next optimizer; all, with overlap.
+        # Who has received all of this rank, or has other parameters, goes on with the next one. With overlap all do.
         is_over = not is_awaited or self._overlaps or (self._gather.is_sent and is_own)
         failed = [] if self._has_ended else [self]
         for other in set(self._everyone) - {self}:
@@ -440,6 +440,7 @@ class DistributedOptimizer(Optimizer):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @uncompiled
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """State, master weights and groups by parameter names, for ``torch.distributed.checkpoint`` or ``torch.save``.
@@ -451,6 +452,10 @@ class DistributedOptimizer(Optimizer):
 
         All ranks call it together. With a Megatron wrapper they send one another parts of their shards. If the model is
         split, the state tells which part it is, and other parts refuse it.
+
+        Raises:
+            UnusableError: The model is split, and a :meth:`step` has failed on this rank since the last
+                ``finalize_model_grads()``, so that copies of its parameters on other ranks may be another step's.
         """
         before, after = state_hooks(self, loads=False)
         communicates = not self._model.has_even_shards and self._model.groups.world_size > 1
@@ -458,6 +463,7 @@ class DistributedOptimizer(Optimizer):
         with self._telling(SAVE, but=DisagreementError) if communicates else nullcontext():
             if communicates:
                 self._connect()
+            self._model.copies.check_updates()
             for hook in before:
                 hook(self)
             self._masters.follow()
@@ -467,6 +473,7 @@ class DistributedOptimizer(Optimizer):
             state = state if (another := hook(self, state)) is None else another
         return state
 
+    @uncompiled
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`, on all ranks together; parameters get the values of their master weights.

@@ -1,7 +1,8 @@
 """A check for inf in the gradients of a sharded optimizer, which all ranks share.
 
-``torch.amp.GradScaler`` looks for inf when it divides by the scale, in one call of torch for all gradients. One gradient
-of a tensor subclass adds an all-reduce of the result, so that inf in one rank's shard skips the step on all ranks.
+``torch.amp.GradScaler`` looks for inf when it divides by the scale, in one call of torch for all gradients. One
+gradient of a tensor subclass adds an all-reduce of the result, so that inf in one rank's shard skips the step on all
+ranks.
 """
 
 from __future__ import annotations

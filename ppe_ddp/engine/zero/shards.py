@@ -121,6 +121,9 @@ class Copies:
     def note_failed_update(self, failure: FailedUpdate) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
+    def check_updates(self) -> None:
+        """Raise UnusableError if ranks may have other copies, as of a failed update that they have not been told of."""
+
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether ``shard`` counts in the norm; ``names``, the parameters counted so far, is changed in place."""
         return True
