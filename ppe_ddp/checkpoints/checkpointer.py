@@ -304,6 +304,8 @@ class Checkpointer:
             return [count, list(self._parts), [one.is_between for one in outer_steps]]
 
         def collect(name: str, what: Any) -> None:
+            if isinstance(what, DistributedOptimizer):
+                what._model.copies.check_updates()
             own = own_part(name, what, outer_steps, between, self._ranks.rank)
             found = (own or self._parts[name]).entries()
             entries.update(found)

@@ -452,10 +452,6 @@ class DistributedOptimizer(Optimizer):
 
         All ranks call it together. With a Megatron wrapper they send one another parts of their shards. If the model is
         split, the state tells which part it is, and other parts refuse it.
-
-        Raises:
-            UnusableError: The model is split, and a :meth:`step` has failed on this rank since the last
-                ``finalize_model_grads()``, so that copies of its parameters on other ranks may be another step's.
         """
         before, after = state_hooks(self, loads=False)
         communicates = not self._model.has_even_shards and self._model.groups.world_size > 1
@@ -463,7 +459,6 @@ class DistributedOptimizer(Optimizer):
         with self._telling(SAVE, but=DisagreementError) if communicates else nullcontext():
             if communicates:
                 self._connect()
-            self._model.copies.check_updates()
             for hook in before:
                 hook(self)
             self._masters.follow()
