@@ -304,8 +304,6 @@ class Checkpointer:
             return [count, list(self._parts), [one.is_between for one in outer_steps]]
 
         def collect(name: str, what: Any) -> None:
-            if isinstance(what, DistributedOptimizer):
-                what._model.copies.check_updates()
             own = own_part(name, what, outer_steps, between, self._ranks.rank)
             found = (own or self._parts[name]).entries()
             entries.update(found)
@@ -347,9 +345,14 @@ class Checkpointer:
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
 
     def _outer_steps(self, *, saves: bool = False) -> list[OuterSteps]:
-        """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
+        """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it.
+
+        It also raises if it ``saves`` a step that only some ranks may have taken.
+        """
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
+            if saves and isinstance(what, DistributedOptimizer):
+                what._model.copies.check_updates()
             apart = [one for one in outer_steps_over(what) if saves and one.is_between]
             for outer in [*outer_steps_of(what), *apart]:
                 if not any(outer is one for one in given):
