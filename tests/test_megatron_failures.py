@@ -322,9 +322,15 @@ def test_who_has_raised_in_an_optimizers_step_saves_nothing_before_all_are_told(
         handle.remove()
     with pytest.raises(CheckpointError, match="has failed here") if handle else contextlib.nullcontext():
         checkpointer.save(2)
-    assert checkpointer.load().step == 1
     assert "has failed on rank 1" in outcome_of(model, optimizer.step)
     assert checkpointer.load().step == 1
+    handle = inner.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None
+    outcome_of(model, optimizer.step)
+    if handle is not None:
+        handle.remove()
+    assert checkpointer.load().step == 1  # on all ranks, before the others are told
+    assert outcome_of(model, optimizer.step) == ""
+    assert_copies_are_equal(model)
     checkpointer.save(2)
 
 

@@ -498,6 +498,9 @@ class Checkpointer:
         while True:
             name, lowest, highest = self._of_all_parts(partial(self._intact, step, latest), _place_of)
             if lowest == highest:
+                for what in self._given.values() if name is not None and self._others else ():
+                    if isinstance(what, DistributedOptimizer):
+                        what._model.copies.note_load()
                 return name
             if latest is None and lowest[0] == 0 and (highest[0] == 1 or step is not None):
                 if self._ranks.is_source:

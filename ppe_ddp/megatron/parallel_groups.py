@@ -264,6 +264,9 @@ class CopiesOfParameters(Copies):
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.failed_update = failure
 
+    def note_load(self) -> None:
+        self._parallel.failed_update = FailedUpdate(is_told=True)
+
     def check_updates(self) -> None:
         if not self._parallel.failed_update.is_told:
             raise UnusableError(

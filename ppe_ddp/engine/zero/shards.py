@@ -121,6 +121,9 @@ class Copies:
     def note_failed_update(self, failure: FailedUpdate) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
+    def note_load(self) -> None:
+        """Note that all ranks of the model load a checkpoint, after which a failed update makes no difference."""
+
     def check_updates(self) -> None:
         """Raise UnusableError if ranks may have other copies, as of a failed update that they have not been told of."""
 
