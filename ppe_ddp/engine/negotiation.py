@@ -148,7 +148,7 @@ def _by_other_threads_ns() -> int:
 _POSITIONS = 1_000_000
 _KEPT_MASKS = 8
 _TAKEN = struct.Struct(">I")  # of the number of steps that a compressor has completed
-_NOTHING: Mapping[str, bytes] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Agreement(NamedTuple):
@@ -178,7 +178,6 @@ class Agreement(NamedTuple):
         return ranks_named(self.writers, second, first)
 
 
-_Watched = Callable[[], Sequence[str] | None]
 _WATCH_EVERY = 16
 
 
@@ -203,9 +202,8 @@ class Negotiation:
         self._place = "start"
         self._options = [f"options {options}"] if options else []
         self._plugs: dict[str, tuple[str, ...]] = {}
-        self._watched: dict[str, _Watched] = {}
-        self._last_watched: dict[str, Sequence[str]] = {}
-        self._compared: list[str] = []  # of these, in the current exchange
+        self._watched: dict[str, Callable[[], Sequence[str]]] = {}
+        self._compared: list[str] = []  # what these have returned for the current exchange
         self._buffer_lines: list[str] = []
         self._count = 0
         self._learned: tuple[object, ...] = ()  # what this rank has learned ...
@@ -237,22 +235,22 @@ class Negotiation:
         self._packing = packing
         self.planner.repack(packing)
 
-    def use_plug(self, what: str, *titles: str, watched: _Watched | None = None) -> None:
+    def use_plug(self, what: str, *titles: str, watched: Mapping[str, Callable[[], Sequence[str]]] = _NOTHING) -> None:
         """Require that all ranks have the same plug, from the next exchange on.
 
         ``what`` tells its purpose, as in ``"gradients averaged by"``. ``titles`` tell its identity, one line each; pass
-        none if the plugs of the ranks may differ. What ``watched`` returns may change from step to step, and is
-        compared in every 16th: further lines, or None where it has stayed the same.
+        none if the plugs of the ranks may differ. ``watched`` has functions, by what they belong to in place of an
+        earlier one. They return lines that may change from step to step, and are compared in every 16th.
         """
         self._plugs[what] = titles
-        if watched is not None:
-            self._watched[what] = watched
+        self._watched |= watched
         self._digest = fingerprint(self._lines())
 
     def _watched_lines(self) -> list[str]:
-        found = {what: lines for what, look in self._watched.items() if (lines := look()) is not None}
-        self._last_watched |= found
-        return [f"{what} {line}" for what, lines in self._last_watched.items() for line in lines]
+        first: dict[Callable[[], Sequence[str]], str] = {}
+        for what, look in self._watched.items():
+            first.setdefault(look, what)  # it may belong to several
+        return [f"{what} {line}" for look, what in first.items() for line in look()]
 
     def check(self, *, with_buffers: bool = True, writes_buffers: bool = False) -> None:
         """Compare parameters, options and (``with_buffers``) buffers across the ranks, which must all call this.
@@ -368,7 +366,6 @@ class Negotiation:
         """
         agreed = exchange.result()
         if not agreed.same:
-            self._last_watched.clear()  # perhaps of what is no longer used
             raise _disagreement([self._place, *self._lines(local), *self._compared], self._groups)
         fields, nodes = dict(agreed.fields), b""
         if fields.pop("learned", None) != exchange.fields.get("learned"):

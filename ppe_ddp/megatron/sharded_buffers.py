@@ -8,7 +8,7 @@ Each bucket of a buffer is cut into equal parts, one a rank. A cut may go throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -73,7 +73,7 @@ class ShardedBuffers(ShardedModel):
             place = slice(begin + start, begin + self.shards[-1].stop)
             self._places.append((state.buffers[bucket.buffer], place))
 
-    def require_same(self, what: str, *titles: str, watched: Callable[[], Sequence[str] | None]) -> None:
+    def require_same(self, what: str, *titles: str, watched: Mapping[str, Callable[[], Sequence[str]]]) -> None:
         """See the base; costs no message, as each mask has a digest of all that must be the same."""
         self._negotiation.use_plug(what, *titles, watched=watched)
 

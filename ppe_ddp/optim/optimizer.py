@@ -173,6 +173,7 @@ class DistributedOptimizer(Optimizer):
             for master in other._masters:
                 if id(master.shard.parameter) in given:
                     other._lost = master.shard.name
+        watched: dict[str, Callable[[], list[str]]] = {}
         kept = {master.index: master for master in self._masters}  # of groups that were removed, which go on
         for group in groups:
             masters: list[MasterWeight] = []
@@ -186,12 +187,13 @@ class DistributedOptimizer(Optimizer):
                 if state is not None:
                     self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
             group["params"] = [master.weight for master in masters]
+            numbers = partial(optimizer_state.hyper_parameters, group)  # it may outlive the optimizer on some ranks
+            watched |= {f"the optimizer of {master.shard.name!r}, ...: its group has": numbers for master in masters}
             self._masters.extend(master for master in masters if master.index not in kept)
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
         first = self._masters[0].shard.name if self._masters else "nothing"
         titles = optimizer_state.described(self._inner, self._masters, self._dtype)
-        now = partial(_numbers, weakref.ref(self))
-        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles, watched=now)
+        self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles, watched=watched)
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -614,13 +616,6 @@ def _check_elementwise(optimizer: Optimizer) -> None:
                 f"{kind.__name__} {_NOT_ELEMENTWISE[kind.__name__]}, so it cannot update shards by themselves: use it "
                 "without DistributedOptimizer, or choose one that works element by element (SGD, AdamW, Adagrad, ...)"
             )
-
-
-def _numbers(owner: weakref.ref[DistributedOptimizer]) -> list[str] | None:
-    """The hyper-parameters of the groups as they are now; none of an optimizer that cannot step any more."""
-    if (self := owner()) is None:
-        return None
-    return [] if self._lost is not None else optimizer_state.hyper_parameters(self._inner)
 
 
 def _note_unscaled(owner: weakref.ref[DistributedOptimizer]) -> None:

@@ -41,18 +41,12 @@ def described(optimizer: Optimizer, masters: Sequence[MasterWeight], dtype: torc
     names = {id(master.weight): master.shard.name for master in masters}
     lines = [f"{type(optimizer).__name__} with master weights of {dtype}"]
     for number, group in enumerate(optimizer.param_groups):
-        lines.extend(f"group {number} with {line}" for line in _hyper_parameters(group))
+        lines.extend(f"group {number} with {line}" for line in hyper_parameters(group))
         lines.extend(f"{names[id(weight)]!r} in group {number}" for weight in group["params"])
     return lines
 
 
-def hyper_parameters(optimizer: Optimizer) -> list[str]:
-    """The hyper-parameters of all groups that are numbers, one line each."""
-    groups = enumerate(optimizer.param_groups)
-    return [f"group {number} with {line}" for number, group in groups for line in _hyper_parameters(group)]
-
-
-def _hyper_parameters(group: Mapping[str, Any]) -> list[str]:
+def hyper_parameters(group: Mapping[str, Any]) -> list[str]:
     """Those of one group of an optimizer that are numbers, one line each."""
     options = {key: _plain(value) for key, value in sorted(group.items())}
     return [f"{key}={value}" for key, value in options.items() if isinstance(value, bool | int | float | tuple)]
@@ -183,7 +177,7 @@ class _CheckpointPart:
     ) -> None:
         _check_groups(optimizer, masters, checkpoint)
         groups = enumerate(checkpoint["param_groups"])
-        self.lines = [f"group {number} with {line}" for number, group in groups for line in _hyper_parameters(group)]
+        self.lines = [f"group {number} with {line}" for number, group in groups for line in hyper_parameters(group)]
         """What must be the same on all ranks: hyper-parameters, and which entries are fetched."""
         self.last_step = 0.0
         self._rank, self._world_size = dist.get_rank(model.group), dist.get_world_size(model.group)

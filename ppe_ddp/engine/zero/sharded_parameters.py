@@ -9,7 +9,7 @@ Buckets may differ from step to step, so no buffer is laid out beforehand. Each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from operator import is_
@@ -65,7 +65,7 @@ class ShardedParameters(ShardedModel):
         self._may_release = False
         self.use_module(module_state)
 
-    def require_same(self, what: str, *titles: str, watched: Callable[[], Sequence[str] | None]) -> None:
+    def require_same(self, what: str, *titles: str, watched: Mapping[str, Callable[[], Sequence[str]]]) -> None:
         """See the base; costs no message, as each mask has a digest of all that must be the same."""
         self._require_same(what, *titles, watched=watched)
 

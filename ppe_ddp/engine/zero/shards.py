@@ -18,7 +18,7 @@ order of its memory if that is dense (``channels_last`` too), else in the order 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -173,11 +173,11 @@ class ShardedModel(ABC):
         return self.groups.parent
 
     def require_same(  # noqa: B027  # some do not compare them
-        self, what: str, *titles: str, watched: Callable[[], Sequence[str] | None]
+        self, what: str, *titles: str, watched: Mapping[str, Callable[[], Sequence[str]]]
     ) -> None:
         """Let the next backward raise on all ranks if they differ in the ``titles`` that describe ``what``.
 
-        Let later ones raise if they differ in what ``watched`` returns then; see ``Negotiation.use_plug()``.
+        Let later ones raise if they differ in what ``watched`` return then; see ``Negotiation.use_plug()``.
         """
 
     @property
