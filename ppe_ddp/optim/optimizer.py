@@ -355,8 +355,8 @@ class DistributedOptimizer(Optimizer):
         if self._stays_unscaled and self._unscaled_in != self._model.groups.step:
             error = UnusableError(
                 f"rank {dist.get_rank()}: the GradScaler takes these gradients for unscaled, since the step() "
-                "behind its last check has raised: after such an error call scaler.update(scaler.get_scale()), which "
-                "keeps the scale, and go on with the next step"
+                "behind its last check has raised: after such an error call its update() as after any step, and go on "
+                "with the next one"
             )
             self._model.copies.leave(error)  # other ranks, whose scaler checks for inf, wait there
             raise error
