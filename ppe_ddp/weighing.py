@@ -78,7 +78,7 @@ def weigh(loss: Tensor, count: float | Tensor) -> Tensor:
         UnusableError: The loss has a weight already. Or, in the backward: ``.grad`` holds averages already, or
             gradients of losses without a weight; the backward comes to no wrapper, or is that of
             ``torch.autograd.grad``; gradients that were all zero have been changed in place, on a CPU (on a GPU, where
-            the host would wait, they count as cleared).
+            the host would wait, and as DTensors they count as cleared).
         DisagreementError: In the backward, on every rank: some ranks have gradients of losses without a weight.
     """
     number, limits = float(count), torch.finfo(loss.dtype)
@@ -283,11 +283,11 @@ class Weights:
             return
         gradients = self._gradients()
         # If some gradient is not zero, zeros found later show that it was dropped, and versions are not needed. Not on
-        # GPUs, for which the host would wait.
-        is_on_cpu = bool(gradients) and gradients[0].device.type == "cpu"
-        has_nonzero = is_on_cpu and self._has_nonzero(gradients)
+        # GPUs, for which the host would wait, nor of DTensors, whose other ranks may not have failed.
+        is_here = not any(hasattr(one, "placements") or one.device.type != "cpu" for one in gradients)
+        has_nonzero = is_here and self._has_nonzero(gradients)
         self._left = None if has_nonzero else _versions(gradients)
-        self._zeros = [] if has_nonzero or not is_on_cpu else [*map(weakref.ref, gradients)]
+        self._zeros = [] if has_nonzero or not is_here else [*map(weakref.ref, gradients)]
 
     @classmethod
     def _note_failure(cls) -> None:

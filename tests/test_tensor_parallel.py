@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from one_process import seeded
-from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer, PeerAbortedError
+from one_process import of_all_ranks, seeded
+from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, average, weigh
 from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.engine.gradients import has_nonzero
 from ppe_ddp.megatron import DistributedDataParallel as MegatronDDP
@@ -244,6 +244,12 @@ def test_a_checkpointer_saves_the_parts_of_each_replica_if_they_differ(tmp_path)
     net, model, optimizer, checkpointer = training()
     train(model, optimizer, [replica], range(1))  # each replica has state for another branch
     checkpointer.save(1)
+    other = parallelized(seeded(Net), mesh_of(1)["tp"])
+    Checkpointer(tmp_path, {"model": other, "optimizer": adam(other)}).load()
+    for parameter, loaded in zip(net.parameters(), other.parameters(), strict=True):
+        first, *_, last = torch.tensor(of_all_ranks(parameter.full_tensor().tolist()))
+        whole = loaded.full_tensor()
+        assert ((whole == first) | (whole == last)).all()
     resumed, *rest, checkpointer = training()
     checkpointer.load()
     for each, its in ((model, optimizer), rest):
@@ -299,6 +305,30 @@ def test_every_rank_knows_whether_a_gradient_is_zero():
     small = torch.zeros(4)
     assert has_nonzero([distribute_tensor(one, mesh, [Shard(0)]) for one in (large, small)])
     assert not has_nonzero([distribute_tensor(torch.zeros_like(one), mesh, [Shard(0)]) for one in (large, small)])
+
+
+@on_four_ranks
+def test_ranks_of_a_mesh_that_have_not_failed_get_no_message_of_those_that_have():
+    mesh = mesh_of(2)
+    rank, replica = dist.get_rank(), mesh.get_local_rank("dp")
+    net = parallelized(seeded(Net), mesh["tp"])
+
+    def reduce(bucket, group):
+        if is_bad:
+            raise ArithmeticError("planned")
+        return average(bucket, group)
+
+    model = DistributedDataParallel(net, device_mesh=mesh["dp"], reduce_function=reduce)
+    for step in range(4):
+        is_bad = step in (1, 2) and rank == 2
+        has_failed = torch.zeros(1)
+        net.zero_grad(set_to_none=step != 2)
+        try:
+            weigh(loss(model, replica, step), 1 + replica).backward()
+        except (ArithmeticError, PeerAbortedError):
+            has_failed.fill_(1)
+        dist.all_reduce(has_failed, group=mesh["tp"].get_group())
+        assert has_failed.item() == (step in (1, 2))
 
 
 @on_two_ranks

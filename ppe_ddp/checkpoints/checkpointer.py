@@ -27,8 +27,8 @@ from ppe_ddp.checkpoints.saved_parts import (
     Differing,
     RankPart,
     SavedPart,
-    as_target,
     digests_of,
+    is_cut,
     loaded_part,
     of_rank,
     own_part,
@@ -36,7 +36,6 @@ from ppe_ddp.checkpoints.saved_parts import (
 )
 from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_engine
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
-from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
@@ -126,7 +125,7 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
     """Refuse a part if ``count`` ranks would save different tensors under one name."""
-    if isinstance(wrapper, OuterSteps) and any(map(is_distributed, wrapper.module.parameters())):
+    if isinstance(wrapper, OuterSteps) and any(map(is_cut, wrapper.module.parameters())):
         raise ValueError(
             f"{name!r} averages DTensors, of which each rank has its own between two outer steps, and a Checkpointer "
             "saves one of each name: save each rank's state_dict()s, and the model's comm_state_dict(), by torch.save()"
@@ -433,23 +432,30 @@ class Checkpointer:
         own = self._differing.read(found[0], read) if saved_by == self._ranks.size else {}
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
             self._ranks.from_each(partial(add_targets, part))
-        own = {entry: as_target(value, targets.pop(entry, None)) for entry, value in own.items()}
+        fitting = {entry: one for entry, one in own.items() if one.fits(targets.get(entry))}
+        values = {entry: one.in_place_of(targets.pop(entry, None)) for entry, one in fitting.items()}
         read(targets)
-        targets.update(own)
+        targets.update(values)
         for part in parts:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], read))
         for part in parts:
             self._ranks.from_each(partial(part.load, targets))
-        loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
-        for outer in self._outer_steps():
-            outer.end_loading(loaded)
+        self._end_loading()
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
         if saved_by == self._ranks.size:
             return Restored(name.step, positions[self._ranks.rank], positions)
         self._ranks.from_each(lambda: forget_unsent(self._wrappers.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
+
+    def _end_loading(self) -> None:
+        loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
+        for outer in self._outer_steps():
+            outer.end_loading(loaded)
+        for what in self._given.values():
+            if isinstance(what, DistributedOptimizer):
+                what._model.copies.note_load(is_of_all=bool(self._others))
 
     def _warn_of_ranks(self, saved_by: int, parts: Sequence[SavedPart]) -> None:
         if self._ranks.is_source:
@@ -498,9 +504,6 @@ class Checkpointer:
         while True:
             name, lowest, highest = self._of_all_parts(partial(self._intact, step, latest), _place_of)
             if lowest == highest:
-                for what in self._given.values() if name is not None and self._others else ():
-                    if isinstance(what, DistributedOptimizer):
-                        what._model.copies.note_load()
                 return name
             if latest is None and lowest[0] == 0 and (highest[0] == 1 or step is not None):
                 if self._ranks.is_source:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,13 +235,14 @@ class Differing:
         own = [entry for entry in differing if entry in entries]
         entries[self._entry] = {
             "entries": {entry: _copied(entries[entry]) for entry in own},
+            "places": {entry: _place(entries[entry]) for entry in own if is_cut(entries[entry])},
             "lacking": [entry for entry in differing if entry not in entries],
         }
         for entry in own:
             if first[entry] != self._rank and not is_distributed(entries[entry]):
                 entries.pop(entry)
 
-    def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, OwnEntry]:
         """This rank's own entries; hides in ``saved`` those that only others have. ``read`` is called on all or none.
 
         They may have another shape than what the first rank has saved for all.
@@ -251,8 +253,8 @@ class Differing:
         read(targets)
         for entry in targets[self._entry]["lacking"]:
             saved.state_dict_metadata.pop(entry, None)
-        own: dict[str, Any] = targets[self._entry]["entries"]
-        return own
+        places = targets[self._entry].get("places", {})
+        return {entry: OwnEntry(one, places.get(entry, [])) for entry, one in targets[self._entry]["entries"].items()}
 
 
 def _differ(digests: Sequence[Sequence[int] | None]) -> bool:
@@ -266,15 +268,27 @@ def _copied(value: Any) -> Any:
     return local_tensor(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-def as_target(value: Any, target: Any) -> Any:
-    """What :func:`_copied` has made of a rank's own entry: the local tensor of a DTensor if ``target`` is one."""
-    if not is_distributed(target):
-        return value
-    from torch.distributed.tensor import DTensor
+@dataclass(frozen=True)
+class OwnEntry:
+    """A rank's own entry; of a DTensor its local tensor, with the place of this one among the parts."""
 
-    local = value.to(target.device)
-    shape, stride = target.shape, target.stride()
-    return DTensor.from_local(local, target.device_mesh, target.placements, shape=shape, stride=stride)
+    value: Any
+    place: Sequence[int]
+
+    def fits(self, target: Any) -> bool:
+        """Whether it may be loaded in place of ``target``: not if that is another part, as on another mesh."""
+        if not (self.place or is_distributed(target)):
+            return True
+        return self.place == _place(target) and self.value.shape == local_tensor(target).shape
+
+    def in_place_of(self, target: Any) -> Any:
+        """The value, as a DTensor if ``target`` is one."""
+        if not is_distributed(target):
+            return self.value
+        from torch.distributed.tensor import DTensor
+
+        local, mesh, shape, stride = self.value.to(target.device), target.device_mesh, target.shape, target.stride()
+        return DTensor.from_local(local, mesh, target.placements, shape=shape, stride=stride)
 
 
 def digests_of(entries: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -297,12 +311,22 @@ def digests_of(entries: Mapping[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def _place(tensor: Any) -> list[int]:
-    """Which part of a DTensor its local tensor is; empty if that is all of it."""
+def _cuts(tensor: Any) -> list[int]:
+    """The dimensions of the mesh of a DTensor over which it is cut."""
     if not is_distributed(tensor):
         return []
-    coordinates = tensor.device_mesh.get_coordinate() or []
-    return [at for at, placement in zip(coordinates, tensor.placements, strict=False) if not placement.is_replicate()]
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return [k for k, (size, placement) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether ranks have different parts of a DTensor."""
+    return bool(_cuts(tensor))
+
+
+def _place(tensor: Any) -> list[int]:
+    """Which part of a DTensor its local tensor is; empty if that is all of it."""
+    return [tensor.device_mesh.get_local_rank(k) for k in _cuts(tensor)]
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:

@@ -179,6 +179,7 @@ class Agreement(NamedTuple):
 
 
 _WATCH_EVERY = 16
+_NOW = "now has"
 
 
 class Negotiation:
@@ -250,7 +251,7 @@ class Negotiation:
         first: dict[Callable[[], Sequence[str]], str] = {}
         for what, look in self._watched.items():
             first.setdefault(look, what)  # it may belong to several
-        return [f"{what} {line}" for look, what in first.items() for line in look()]
+        return [f"{what} {_NOW} {line}" for look, what in first.items() for line in look()]
 
     def check(self, *, with_buffers: bool = True, writes_buffers: bool = False) -> None:
         """Compare parameters, options and (``with_buffers``) buffers across the ranks, which must all call this.
@@ -533,10 +534,16 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
     else:
         difference = f"rank {rank} has {here} where rank 0 has {there}"
     also = f" (so do ranks {others[1:]}, there or elsewhere)" if others[1:] else ""
-    return DisagreementError(
-        f"rank {rank} differs from rank 0{also}: {difference}. Build the same module with the same options and hooks "
-        "on every rank: parameters of the same names, order, shapes, dtypes and memory formats."
+    advice = (
+        "Build the same module with the same options and hooks on every rank: parameters of the same names, order, "
+        "shapes, dtypes and memory formats."
     )
+    if _NOW in difference:
+        advice = (
+            "Each rank has trained its own shards with its own numbers for some steps: let schedulers do the same on "
+            "every rank, and load a checkpoint if that matters."
+        )
+    return DisagreementError(f"rank {rank} differs from rank 0{also}: {difference}. {advice}")
 
 
 def _out_of_step(places: Sequence[str]) -> DisagreementError:

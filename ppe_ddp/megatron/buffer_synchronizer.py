@@ -534,9 +534,11 @@ class BufferSynchronizer(Synchronizer):
         failure, error = self.failure, self.error
         self.failure = self.error = None
         if failure is not None:
-            if not isinstance(failure, CommunicationError):
-                for groups in self.groups:
+            try:
+                for groups in () if isinstance(failure, CommunicationError) else self.groups:
                     groups.failures.check_lost()  # of which this failure may be a consequence
+            except CommunicationError as lost:
+                raise lost from failure
             raise failure
         if error is not None:
             raise error

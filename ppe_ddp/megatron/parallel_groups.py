@@ -262,16 +262,18 @@ class CopiesOfParameters(Copies):
 
     def note_failed_update(self, failure: FailedUpdate) -> None:
         if self.is_split:  # else the next step gathers all parameters
-            self._parallel.failed_update = failure
+            self._parallel.failed_update, self._parallel.is_behind = failure, True
 
-    def note_load(self) -> None:
-        self._parallel.failed_update = FailedUpdate(is_told=True)
+    def note_load(self, *, is_of_all: bool) -> None:
+        self._parallel.is_behind = False
+        if is_of_all:
+            self._parallel.failed_update = FailedUpdate(is_told=True)
 
     def check_updates(self) -> None:
-        if not self._parallel.failed_update.is_told:
+        if self._parallel.is_behind:
             raise UnusableError(
-                f"rank {dist.get_rank()}: {UPDATE} has failed here since the last finalize_model_grads(), and other "
-                "ranks of the model may have taken that step: load a checkpoint on all before you save another one"
+                f"rank {dist.get_rank()}: {UPDATE} has failed here, and other ranks of the model may have taken that "
+                "step: load a checkpoint on all of them before you save another one"
             )
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
@@ -336,6 +338,7 @@ class ModelParallel:
 
     Attributes:
         failed_update: An optimizer's step that has failed for this wrapper; :meth:`agree` tells all ranks.
+        is_behind: Whether this rank has loaded nothing since then.
         optimizer_of: By the name of each parameter of this chunk, which distributed optimizer updates it, as a number
             that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
@@ -359,6 +362,7 @@ class ModelParallel:
         self._agreed: DisagreementError | None = None  # an error that all ranks raise
         self._sums = False  # some rank sums gradients in this step
         self.failed_update = FailedUpdate(is_told=True)
+        self.is_behind = False
         self.optimizer_of: dict[str, int] = {}
         self.optimizers_of_ranks = 0, 0
         self.has_inf: Callable[[], bool] = bool

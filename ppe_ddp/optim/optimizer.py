@@ -188,7 +188,7 @@ class DistributedOptimizer(Optimizer):
                     self._inner.state[master.weight] = optimizer_state.shard_of(state, master)
             group["params"] = [master.weight for master in masters]
             numbers = partial(optimizer_state.hyper_parameters, group)  # it may outlive the optimizer on some ranks
-            watched |= {f"the optimizer of {master.shard.name!r}, ...: its group has": numbers for master in masters}
+            watched |= {f"the optimizer of {master.shard.name!r}, ...": numbers for master in masters}
             self._masters.extend(master for master in masters if master.index not in kept)
         self._model.copies.note_optimizer(master.shard.name for master in self._masters)
         first = self._masters[0].shard.name if self._masters else "nothing"
@@ -494,6 +494,7 @@ class DistributedOptimizer(Optimizer):
             moved = {one.index for one in optimizer_state.restore(self._inner, self._masters, self._model, state_dict)}
             self._model.groups.note(Activity.DONE)  # all ranks have what the last step has gathered
             self._gather.start(self._write([index in moved for index in range(len(self._model.shards))]))
+        self._model.copies.note_load(is_of_all=False)
         for hook in after:
             hook(self)
 

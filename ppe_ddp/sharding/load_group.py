@@ -45,6 +45,7 @@ class LoadGroup:
                     "group load together"
                 )
             self.ranks = dist.get_process_group_ranks(self.group)  # their global ranks
+        self._has_failed = False  # in a collective
         self._processes: _Processes | None = None  # made in the first call, whose error it is if a rank is gone already
 
     @property
@@ -105,10 +106,11 @@ class LoadGroup:
         try:
             if self._processes is None and self.group is not None and self.size > 1 and is_registered(self.group):
                 self._processes = _Processes(self.group, self.rank)
-            elif self._processes is not None:
+            elif self._processes is not None and self._has_failed:
                 self._processes.failures.check_lost()  # else one rank that knows it would leave the others waiting
             return call()
         except RuntimeError as error:
+            self._has_failed = True
             instead = None if self._processes is None else self._processes.explained(error)
             if instead is not None:
                 raise instead from error

@@ -121,11 +121,11 @@ class Copies:
     def note_failed_update(self, failure: FailedUpdate) -> None:  # here, the gather of parameters tells all ranks
         """Tell ranks that have copies of the same parameters that an optimizer's step has failed here."""
 
-    def note_load(self) -> None:
-        """Note that all ranks of the model load a checkpoint, after which a failed update makes no difference."""
+    def note_load(self, *, is_of_all: bool) -> None:
+        """Note that this rank has loaded, or all ranks have, so that a failed update makes no difference any more."""
 
     def check_updates(self) -> None:
-        """Raise UnusableError if ranks may have other copies, as of a failed update that they have not been told of."""
+        """Raise UnusableError if other ranks may have other copies: an update has failed here since the last load."""
 
     def counts(self, shard: Shard, names: set[str]) -> bool:
         """Whether ``shard`` counts in the norm; ``names``, the parameters counted so far, is changed in place."""
