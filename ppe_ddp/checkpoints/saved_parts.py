@@ -325,8 +325,10 @@ def is_cut(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: Any) -> list[int]:
-    """Which part of a DTensor its local tensor is; empty if that is all of it."""
-    return [tensor.device_mesh.get_local_rank(k) for k in _cuts(tensor)]
+    """Which part of a DTensor its local tensor is, and of how many; empty if it is all of it."""
+    return [
+        number for k in _cuts(tensor) for number in (tensor.device_mesh.get_local_rank(k), tensor.device_mesh.size(k))
+    ]
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:
