@@ -325,8 +325,6 @@ def test_averages_that_a_scaler_takes_for_unscaled_are_refused(is_split):
     assert outcome() == told
     with contextlib.nullcontext() if told == "UnusableError" else pytest.raises(AssertionError):
         scaler.update()  # the other rank's has unscaled nothing
-    if is_split:
-        assert outcome() == "DisagreementError"
     assert outcome() == ""
     assert 0 < moved[-1] < 10 * moved[0]
 

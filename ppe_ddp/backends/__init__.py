@@ -17,6 +17,7 @@ from torch.distributed import Backend
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ppe_ddp.backends.group_internals import Store
+from ppe_ddp.torch_internals import uncompiled_hook
 
 __all__ = ["register"]
 
@@ -40,6 +41,7 @@ def register() -> None:
         register_rendezvous_handler("mpi", _mpi_rendezvous)
 
 
+@uncompiled_hook  # in what is compiled, torch makes groups with Dynamo active
 def _make_group(module: str, arguments: Any, options: Any) -> Any:
     if module.startswith("mpi."):
         _import_mpi()

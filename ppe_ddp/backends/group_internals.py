@@ -29,7 +29,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppe_ddp.errors import TorchChangedError
-from ppe_ddp.torch_internals import uncompiled_hook
 
 _Kept = TypeVar("_Kept")
 
@@ -265,7 +264,6 @@ def nccl_options(arguments: Any) -> Any:
     return options
 
 
-@uncompiled_hook
 def process_group_over(made: Any, backend: str, name: str, store: Any) -> ProcessGroup:
     """Make a ProcessGroup around ``made``, one of torch's own backends, as a part of a registered group of the name."""
     if creator_of(backend) is None:

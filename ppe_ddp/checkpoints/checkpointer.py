@@ -333,7 +333,17 @@ class Checkpointer:
 
     def _next_number(self) -> int:
         """The number of the next checkpoint, the same of all parts of a split model."""
-        find = partial(self._ranks.from_source, self._folder.next_number)
+
+        def check_updates() -> None:
+            for what in self._given.values():
+                if isinstance(what, DistributedOptimizer):
+                    what._model.copies.check_updates()
+
+        def find() -> int:
+            if self._others:
+                self._ranks.from_each(check_updates)
+            return int(self._ranks.from_source(self._folder.next_number))
+
         _, _, (highest,) = self._of_all_parts(find, lambda number: [number])
         return highest
 
@@ -344,14 +354,9 @@ class Checkpointer:
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
 
     def _outer_steps(self, *, saves: bool = False) -> list[OuterSteps]:
-        """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it.
-
-        It also raises if it ``saves`` a step that only some ranks may have taken.
-        """
+        """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
         given = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for name, what in self._given.items():
-            if saves and isinstance(what, DistributedOptimizer):
-                what._model.copies.check_updates()
             apart = [one for one in outer_steps_over(what) if saves and one.is_between]
             for outer in [*outer_steps_of(what), *apart]:
                 if not any(outer is one for one in given):

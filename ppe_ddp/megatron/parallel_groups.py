@@ -262,7 +262,8 @@ class CopiesOfParameters(Copies):
 
     def note_failed_update(self, failure: FailedUpdate) -> None:
         if self.is_split:  # else the next step gathers all parameters
-            self._parallel.failed_update, self._parallel.is_behind = failure, True
+            self._parallel.failed_update = failure
+            self._parallel.is_behind = not self._parallel.group("tensor") is self._parallel.group("embedding") is None
 
     def note_load(self, *, is_of_all: bool) -> None:
         self._parallel.is_behind = False

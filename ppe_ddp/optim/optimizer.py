@@ -392,8 +392,8 @@ class DistributedOptimizer(Optimizer):
                     if is_over or other._model.groups.parent is not parent:
                         other._gather.fail(told)
                         has_told = True
-        # Else the rank that failed tells it, or all ranks raise it, in a closure.
-        if has_told and is_own and not isinstance(error, DisagreementError):
+        # Else the rank that failed tells it, or no rank takes the step, as all raise or wait for this one's inf check.
+        if has_told and is_own and not isinstance(error, DisagreementError | UnusableError):
             told_together: dict[Sequence[ProcessGroup], FailedUpdate] = {}
             for copies in (one._model.copies for one in failed):
                 copies.note_failed_update(told_together.setdefault(tuple(copies.parents), FailedUpdate()))
