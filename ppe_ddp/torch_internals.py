@@ -466,6 +466,21 @@ def is_scaler_check(function: object) -> bool:
     return function is torch._amp_foreach_non_finite_check_and_unscale_
 
 
+def is_trial_step() -> bool:
+    """Whether a step that is running is torch's own, with zero gradients and lr 0, so that there is state to describe.
+
+    ``get_state_dict()`` and ``set_state_dict()`` of ``torch.distributed.checkpoint`` take it where there is none.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    if module is None:
+        return False
+    code = module._init_optim_state.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -> None:
     """Let ``optimizer.step()`` call only ``skipped`` if a ``GradScaler`` skips the step.
 

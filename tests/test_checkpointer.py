@@ -952,6 +952,24 @@ def save_and_die(folder, moment):
     training.checkpointer.save(2)
 
 
+def test_what_one_rank_has_saved_is_loaded_without_a_process_group(folder):
+    with Ranks(1, timeout=120) as ranks:
+        ranks.run(save_compressed, folder)
+    with library_warnings():
+        wrapper = DistributedDataParallel(nn.Linear(2, 2))
+        wrapper.register_comm_hook(ErrorFeedback(TopK(0.5, min_numel=1)))
+        assert Checkpointer(folder, {"model": wrapper}).load().step == 1
+    assert torch.equal(wrapper.module.weight, torch.full((2, 2), 3.0))
+
+
+def save_compressed(folder):
+    wrapper = DistributedDataParallel(nn.Linear(2, 2))
+    wrapper.register_comm_hook(ErrorFeedback(TopK(0.5, min_numel=1)))
+    wrapper(torch.ones(1, 2)).sum().backward()
+    nn.init.constant_(wrapper.module.weight, 3.0)
+    Checkpointer(folder, {"model": wrapper}).save(1)
+
+
 def test_a_rank_that_has_left_since_is_not_named(folder, tmp_path):
     os.mkfifo(tmp_path / "held")
     with Ranks(3, timeout=120) as ranks, pytest.raises(RankError) as caught:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from library_warnings import without_warnings
 from node_worlds import in_own_world
@@ -318,6 +319,16 @@ def test_a_step_that_clears_gradients_itself_commits(clears_before):
     ClearingSGD([parameter], lr=1.0).step()
     state.decide()
     assert state.of("a") == {"residual": 1 if clears_before else 2}
+
+
+def test_the_step_that_torch_takes_to_describe_an_optimizer_commits_nothing():
+    module = nn.Linear(1, 1)
+    state = undecided_state(module.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    get_optimizer_state_dict(module, optimizer)
+    optimizer.step()  # without gradients
+    state.decide()
+    assert state.of("a") == {"residual": 1}
 
 
 @pytest.mark.parametrize("is_taken", [False, True])

@@ -44,7 +44,7 @@ from ppe_ddp.megatron import (
     finalize_model_grads,
 )
 from ppe_ddp.testing import RankError, Ranks
-from rank_tests import on_four_ranks, on_two_ranks
+from rank_tests import on_four_ranks, on_three_ranks, on_two_ranks
 from test_megatron_parallel import SEQUENCE, Expert, Marked, PerToken, hold, parallel_groups, split_of
 
 
@@ -334,6 +334,22 @@ def test_who_has_raised_in_an_optimizers_step_saves_nothing_before_all_are_told(
     assert outcome_of(model, optimizer.step) == ""
     assert_copies_are_equal(model)
     checkpointer.save(2)
+
+
+@on_three_ranks
+def test_who_has_copies_on_all_stages_saves_nothing_behind_a_step_that_has_failed(tmp_path):
+    groups = ParallelGroups.from_mesh(init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "pp")))
+    module = nn.Linear(4, 2)
+    module.weight.pipeline_parallel = True
+    config = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True)
+    model = DistributedDataParallel(None, config, module, groups=groups)
+    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.1), model)
+    folder, parts = tmp_path / str(dist.get_rank()), {"model": model, "optimizer": optimizer}
+    checkpointer = Checkpointer(folder, parts, process_group=groups.data)
+    handle = optimizer.register_step_pre_hook(_raise) if dist.get_rank() == 1 else None  # neither first nor last
+    assert ("Boom" in outcome_of(model, optimizer.step)) == (handle is not None)
+    with pytest.raises(CheckpointError, match="has failed here"):
+        checkpointer.save(1)
 
 
 @on_four_ranks

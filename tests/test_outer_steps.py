@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
@@ -987,7 +988,25 @@ def test_a_parameter_that_gets_another_name_between_two_outer_steps_is_averaged_
 
 @pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
 @on_two_ranks
-def test_an_evaluation_of_other_values_changes_nothing(method):
+def test_steps_that_torch_takes_to_describe_an_optimizer_are_not_counted(method):
+    def run(*, saves):
+        net = seeded(mlp, 8, 16, 4)
+        wrapper = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # which never has state
+        method(wrapper, optimizer, every=EVERY)
+        for number in steps(wrapper, optimizer, 3 * EVERY):
+            optimizer.zero_grad()
+            if saves and (number % 2 or dist.get_rank() == 0):
+                get_optimizer_state_dict(net, optimizer)
+        return list(net.parameters())
+
+    assert all(map(torch.equal, run(saves=False), run(saves=True)))
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_an_evaluation_of_other_values_changes_nothing(method, assigns):
     def run(*, evaluates):
         net = seeded(mlp, 8, 16, 4)
         wrapper, smooth = DistributedDataParallel(net), AveragedModel(net)
@@ -997,12 +1016,12 @@ def test_an_evaluation_of_other_values_changes_nothing(method):
             assert (number + 1) % EVERY or same_on_all_ranks(net), number
             smooth.update_parameters(net)
             if evaluates:
-                own = copy.deepcopy(net.state_dict())
-                wrapper.load_state_dict(smooth.module.state_dict())
+                own = dict(net.named_parameters()) if assigns else copy.deepcopy(net.state_dict())
+                wrapper.load_state_dict(copy.deepcopy(smooth.module.state_dict()), assign=assigns)
                 net.eval()
                 wrapper(data(4, 8))  # with gradients, which nobody asks for
                 net.train()
-                net.load_state_dict(own)  # under other names than the wrapper's
+                net.load_state_dict(own, assign=assigns)  # under other names than the wrapper's
         return list(net.parameters())
 
     assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))

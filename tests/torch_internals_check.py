@@ -36,6 +36,17 @@ def check():
     return problems_of(trials_in(globals()))
 
 
+def try_is_trial_step():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(1, 1)
+    optimizer, seen = torch.optim.SGD(model.parameters(), 0.1), []
+    optimizer.register_step_post_hook(lambda *_: seen.append(internals.is_trial_step()))
+    get_optimizer_state_dict(model, optimizer)
+    optimizer.step()
+    return seen == [True, False]
+
+
 def try_node_is_executed():
     used, unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
     nodes = [get_gradient_edge(parameter).node for parameter in (used, unused)]

@@ -28,7 +28,6 @@ from ppe_ddp.checkpoints.saved_parts import (
     RankPart,
     SavedPart,
     digests_of,
-    is_cut,
     loaded_part,
     of_rank,
     own_part,
@@ -36,6 +35,7 @@ from ppe_ddp.checkpoints.saved_parts import (
 )
 from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_engine
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
+from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.plan import fingerprint
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
@@ -96,7 +96,7 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
 
     So it does where another kind of wrapper has saved the module, of which Megatron's has one for each group, or none.
     """
-    if saved is None and has_no_engine(wrapper):
+    if has_no_engine(wrapper) and (saved is None or not dist.is_initialized()):
         return
     own = wrapper.comm_state_dict()
     if saved is None or isinstance(own, list) is not isinstance(saved, list):
@@ -125,7 +125,7 @@ def _wrappers_in(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_split(name: str, wrapper: Any, count: int) -> None:
     """Refuse a part if ``count`` ranks would save different tensors under one name."""
-    if isinstance(wrapper, OuterSteps) and any(map(is_cut, wrapper.module.parameters())):
+    if isinstance(wrapper, OuterSteps) and any(map(is_distributed, wrapper.module.parameters())):
         raise ValueError(
             f"{name!r} averages DTensors, of which each rank has its own between two outer steps, and a Checkpointer "
             "saves one of each name: save each rank's state_dict()s, and the model's comm_state_dict(), by torch.save()"

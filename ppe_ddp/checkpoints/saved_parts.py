@@ -235,7 +235,7 @@ class Differing:
         own = [entry for entry in differing if entry in entries]
         entries[self._entry] = {
             "entries": {entry: _copied(entries[entry]) for entry in own},
-            "places": {entry: _place(entries[entry]) for entry in own if is_cut(entries[entry])},
+            "places": {entry: place for entry in own if (place := _place(entries[entry]))},
             "lacking": [entry for entry in differing if entry not in entries],
         }
         for entry in own:
@@ -311,24 +311,13 @@ def digests_of(entries: Mapping[str, Any]) -> dict[str, list[int]]:
     return found
 
 
-def _cuts(tensor: Any) -> list[int]:
-    """The dimensions of the mesh of a DTensor over which it is cut."""
-    if not is_distributed(tensor):
-        return []
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return [k for k, (size, placement) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
-
-
-def is_cut(tensor: torch.Tensor) -> bool:
-    """Whether ranks have different parts of a DTensor."""
-    return bool(_cuts(tensor))
-
-
 def _place(tensor: Any) -> list[int]:
     """Which part of a DTensor its local tensor is, and of how many; empty if it is all of it."""
-    return [
-        number for k in _cuts(tensor) for number in (tensor.device_mesh.get_local_rank(k), tensor.device_mesh.size(k))
-    ]
+    if not is_distributed(tensor):
+        return []
+    mesh, cut = tensor.device_mesh, [not placement.is_replicate() for placement in tensor.placements]
+    dimensions = [k for k, is_cut in enumerate(cut) if is_cut and mesh.size(k) > 1]
+    return [number for k in dimensions for number in (mesh.get_local_rank(k), mesh.size(k))]
 
 
 def _optimizer_part(name: str, optimizer: Optimizer) -> SavedPart:

@@ -25,6 +25,7 @@ from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.plan import ParameterSpec
+from ppe_ddp.torch_internals import is_trial_step
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -279,8 +280,9 @@ class CommState:
 
 def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook before a step, which notes parameters with gradients. Megatron's wrapper leaves ``.grad`` None."""
-    own = _parameters_of(optimizer)
-    begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
+    if not is_trial_step():
+        own = _parameters_of(optimizer)
+        begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
 
 
 def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: object) -> None:
@@ -288,7 +290,7 @@ def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: obj
 
     A fused optimizer with ``found_inf`` skips its step.
     """
-    if not getattr(optimizer, "found_inf", None):
+    if not (getattr(optimizer, "found_inf", None) or is_trial_step()):
         _note_gradients(begun, optimizer)  # those that the step's closure has computed
         updated.update(begun.intersection(map(id, _parameters_of(optimizer))))
 

@@ -24,6 +24,7 @@ from ppe_ddp.errors import UnusableError
 from ppe_ddp.torch_internals import (
     IGNORED_NAMES,
     is_ignored,
+    is_trial_step,
     take_scale,
     tell_of_skipped_steps,
     uncompiled,
@@ -196,6 +197,8 @@ class OuterSteps:
 
     @uncompiled
     def _begin_inner_step(self, *, of_optimizer: bool = False) -> None:
+        if of_optimizer and is_trial_step():
+            return
         if self._later is not None:
             raise UnusableError(
                 f"a {self._later} that was made later averages the parameters of this {type(self).__name__}'s wrapper, "
@@ -301,7 +304,7 @@ class OuterSteps:
     @uncompiled
     def _end_inner_step(self, optimizer: Optimizer) -> None:
         self._is_stepping = False
-        if self._of_optimizer[:1] != [self]:
+        if self._of_optimizer[:1] != [self] or is_trial_step():
             return  # the first OuterSteps of the optimizer counts for all
         try:
             _count_all(self._of_optimizer)
@@ -619,7 +622,8 @@ class _LoadedParameters:
     def take(self, parameter: nn.Parameter) -> bool:
         """Whether it was loaded; not if it has got back what it had before, as after an evaluation of other values.
 
-        If it is loaded once, what it had may be what all ranks load.
+        If it is loaded once, and no other was loaded in its place, what it had may be what all ranks load.
         """
         before, count, _ = self.digests.pop(id(parameter), (0, 0, None))
-        return count == 1 or (count > 1 and digest_of(parameter) != before)
+        is_once = count == 1 and id(parameter) not in self.assigned
+        return is_once or (count > 0 and digest_of(parameter) != before)

@@ -263,7 +263,8 @@ class CopiesOfParameters(Copies):
     def note_failed_update(self, failure: FailedUpdate) -> None:
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.failed_update = failure
-            self._parallel.is_behind = not self._parallel.group("tensor") is self._parallel.group("embedding") is None
+            copies = map(self._parallel.group, ("tensor", "embedding", "position_embedding"))
+            self._parallel.is_behind = bool(self._of_stages) or any(groups is not None for groups in copies)
 
     def note_load(self, *, is_of_all: bool) -> None:
         self._parallel.is_behind = False
@@ -339,7 +340,7 @@ class ModelParallel:
 
     Attributes:
         failed_update: An optimizer's step that has failed for this wrapper; :meth:`agree` tells all ranks.
-        is_behind: Whether this rank has loaded nothing since then.
+        is_behind: Whether this rank has loaded nothing since then, and others may have copies of its parameters.
         optimizer_of: By the name of each parameter of this chunk, which distributed optimizer updates it, as a number
             that counts them.
         optimizers_of_ranks: The fewest and the most distributed optimizers that a rank has, over all its chunks; set by
