@@ -952,6 +952,19 @@ def save_and_die(folder, moment):
     training.checkpointer.save(2)
 
 
+@on_two_ranks
+def test_ranks_that_average_with_others_load_what_the_first_has_saved(tmp_path):
+    """On another mesh, ranks that must be equal now may have differed."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for group, expected in ((None, dist.get_rank()), (None, dist.get_rank()), (alone, 0)):
+        wrapper = DistributedDataParallel(nn.BatchNorm1d(3), process_group=group, broadcast_buffers=False)
+        checkpointer = Checkpointer(tmp_path, {"model": wrapper})
+        if checkpointer.load() is None:
+            wrapper.module.running_mean.fill_(dist.get_rank())
+            checkpointer.save(1)
+        assert wrapper.module.running_mean.tolist() == [expected] * 3
+
+
 def test_what_one_rank_has_saved_is_loaded_without_a_process_group(folder):
     with Ranks(1, timeout=120) as ranks:
         ranks.run(save_compressed, folder)

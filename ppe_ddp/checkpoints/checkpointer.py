@@ -351,7 +351,17 @@ class Checkpointer:
         """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
         if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
             everyone = self._ranks.from_each(lambda: digests)
-            self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
+            self._ranks.from_each(lambda: self._differing.add_to(entries, everyone, self._averaging()))
+
+    def _averaging(self) -> dict[str, list[int]]:
+        """The ranks that average the gradients of each wrapper with this one."""
+        if not dist.is_initialized():
+            return {}
+        groups = {name: getattr(one, "process_group", None) for name, one in self._wrappers.items()}
+        return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+
+    def _agree(self, answer: bool) -> bool:
+        return all(self._ranks.from_each(lambda: answer))
 
     def _outer_steps(self, *, saves: bool = False) -> list[OuterSteps]:
         """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
@@ -434,7 +444,8 @@ class Checkpointer:
 
         saved_by = self._ranks.from_each(prepare)[0]
         read = partial(read_entries, folder=folder, load_group=self._ranks)
-        own = self._differing.read(found[0], read) if saved_by == self._ranks.size else {}
+        is_equal = saved_by == self._ranks.size
+        own = self._differing.read(found[0], read, self._averaging(), self._agree) if is_equal else {}
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
             self._ranks.from_each(partial(add_targets, part))
         fitting = {entry: one for entry, one in own.items() if one.fits(targets.get(entry))}
