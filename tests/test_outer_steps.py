@@ -1116,6 +1116,7 @@ def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path, r
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
     if resumes:
         Checkpointer(tmp_path / "saved", parts).load()
+        assert all(map(torch.equal, parts["model"].parameters(), before["model"].parameters()))
     for number in steps(parts["model"], parts["optimizer"], 4):
         assert (number + done) % 2 == 0 or same_on_all_ranks(parts["model"].module)
 

@@ -109,6 +109,11 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         wrapper.load_comm_state_dict(fitting_state(saved, own))
 
 
+def _communication(rank: int, name: str) -> str:
+    """The name of the entry with the state of a wrapper's communication on this rank."""
+    return of_rank(rank, f"communication.{name}")
+
+
 def _communication_of(wrapper: Any) -> Any:
     return None if has_no_engine(wrapper) else wrapper.comm_state_dict()
 
@@ -252,7 +257,7 @@ class Checkpointer:
         self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         self._of_rank: list[SavedPart] = [
             RankPart(entry, partial(_communication_of, what), partial(_load_communication, what), may_lack=True)
-            for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in self._wrappers.items())
+            for entry, what in ((_communication(rank, name), what) for name, what in self._wrappers.items())
         ]
         self._differing = Differing(rank)
         # Last, as loading other parts may draw random numbers.
@@ -455,6 +460,7 @@ class Checkpointer:
         for part in parts:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], read))
+        self._connect(targets)
         for part in parts:
             self._ranks.from_each(partial(part.load, targets))
         self._end_loading()
@@ -464,6 +470,12 @@ class Checkpointer:
         self._ranks.from_each(lambda: forget_unsent(self._wrappers.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
+
+    def _connect(self, targets: Mapping[str, Any]) -> None:
+        """Let the ranks of wrappers meet that were made before torch.distributed: all get what rank 0 has then."""
+        for name, wrapper in self._wrappers.items() if dist.is_initialized() else ():
+            if targets.get(_communication(self._ranks.rank, name)) is not None and has_no_engine(wrapper):
+                wrapper._ready()
 
     def _end_loading(self) -> None:
         loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
