@@ -25,6 +25,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     AveragedModulePart,
     CommonPart,
     Differing,
+    OwnEntry,
     RankPart,
     SavedPart,
     digests_of,
@@ -449,8 +450,10 @@ class Checkpointer:
 
         saved_by = self._ranks.from_each(prepare)[0]
         read = partial(read_entries, folder=folder, load_group=self._ranks)
-        is_equal = saved_by == self._ranks.size
-        own = self._differing.read(found[0], read, self._averaging(), self._agree) if is_equal else {}
+        own: dict[str, OwnEntry] = {}
+        if saved_by == self._ranks.size:
+            self._connect(found[0], read)
+            own = self._differing.read(found[0], read, self._averaging(), self._agree)
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
             self._ranks.from_each(partial(add_targets, part))
         fitting = {entry: one for entry, one in own.items() if one.fits(targets.get(entry))}
@@ -460,7 +463,6 @@ class Checkpointer:
         for part in parts:
             if isinstance(part, AveragedModulePart):
                 targets.update(part.read(found[0], read))
-        self._connect(targets)
         for part in parts:
             self._ranks.from_each(partial(part.load, targets))
         self._end_loading()
@@ -471,11 +473,16 @@ class Checkpointer:
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
 
-    def _connect(self, targets: Mapping[str, Any]) -> None:
+    def _connect(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> None:
         """Let the ranks of wrappers meet that were made before torch.distributed: all get what rank 0 has then."""
-        for name, wrapper in self._wrappers.items() if dist.is_initialized() else ():
-            if targets.get(_communication(self._ranks.rank, name)) is not None and has_no_engine(wrapper):
-                wrapper._ready()
+        wrappers = {_communication(self._ranks.rank, name): one for name, one in self._wrappers.items()}
+        late = {entry: one for entry, one in wrappers.items() if has_no_engine(one) and dist.is_initialized()}
+        states: dict[str, Any] = {entry: None for entry in late if entry in saved.state_dict_metadata}
+        if states:
+            read(states)
+        for entry, state in states.items():
+            if state is not None:
+                late[entry]._ready()
 
     def _end_loading(self) -> None:
         loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
