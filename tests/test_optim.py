@@ -366,9 +366,17 @@ def _with(state):
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "what"),
+    [
+        (torch.float32, "parameters"),
+        (torch.bfloat16, "parameters"),
+        (torch.float32, "group"),
+        (torch.bfloat16, "group"),
+    ],
+)
 @on_two_ranks
-def test_a_group_that_was_removed_is_added_again_and_goes_on_with_its_state(dtype):
+def test_a_group_that_was_removed_is_added_again_and_goes_on_with_its_state(dtype, what):
     wrapper, twin = (ddp(seeded(mlp, 6, 8, 8, 3).to(dtype)) for ddp in (DistributedDataParallel, nn.Sequential))
     ours, theirs = list(wrapper.parameters()), list(twin.parameters())
     masters = [one.detach().float().requires_grad_() for one in theirs]
@@ -377,8 +385,11 @@ def test_a_group_that_was_removed_is_added_again_and_goes_on_with_its_state(dtyp
     for step in range(6):
         if step in (2, 4):
             group, same = {"params": ours[:2], "lr": 0.2}, {"params": masters[:2], "lr": 0.2}
-            for one, again in ((optimizer, group), (plain, same)):
-                one.add_param_group(again) if step == 4 else one.param_groups.pop(0)
+            if step == 2:
+                removed = [one.param_groups.pop(0) for one in (optimizer, plain)]
+            added = [group, same] if what == "parameters" else [{**one, "lr": 0.2} for one in removed]
+            for one, again in zip((optimizer, plain), added if step == 4 else [], strict=step == 4):
+                one.add_param_group(again)
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
         for module in (wrapper, twin):
             module.zero_grad()
@@ -390,6 +401,34 @@ def test_a_group_that_was_removed_is_added_again_and_goes_on_with_its_state(dtyp
         for master, parameter in zip(masters, theirs, strict=True):
             parameter.data.copy_(master)
         for own, parameter in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(own, parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_two_ranks
+def test_another_optimizer_takes_over_a_group_that_was_removed(dtype):
+    wrapper, twin = (ddp(seeded(mlp, 6, 8, 8, 3).to(dtype)) for ddp in (DistributedDataParallel, nn.Sequential))
+    ours, theirs = list(wrapper.parameters()), [one.detach().float().requires_grad_() for one in twin.parameters()]
+    optimizers = [DistributedOptimizer(torch.optim.SGD([{"params": ours[:2]}, {"params": ours[2:]}], lr=0.1), wrapper)]
+    plain = [torch.optim.SGD([{"params": theirs[:2]}, {"params": theirs[2:]}], lr=0.1)]
+    for step in range(6):
+        if step == 2:
+            for one in (optimizers[0], plain[0]):
+                one.param_groups.pop()
+            optimizers.append(DistributedOptimizer(torch.optim.AdamW(ours[2:], lr=0.1), wrapper))
+            for master, parameter in zip(theirs[2:], list(twin.parameters())[2:], strict=True):
+                master.data.copy_(parameter)  # another optimizer's masters begin with what the model has
+            plain.append(torch.optim.AdamW(theirs[2:], lr=0.1))
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
+        for module in (wrapper, twin):
+            module.zero_grad()
+            module(inputs).float().square().sum().backward()
+        for master, parameter in zip(theirs, twin.parameters(), strict=True):
+            master.grad = parameter.grad.float()
+        for one in (*optimizers, *plain):
+            one.step()
+        for master, own, parameter in zip(theirs, ours, twin.parameters(), strict=True):
+            parameter.data.copy_(master)
             torch.testing.assert_close(own, parameter)
 
 

@@ -1003,15 +1003,17 @@ def test_steps_that_torch_takes_to_describe_an_optimizer_are_not_counted(method)
     assert all(map(torch.equal, run(saves=False), run(saves=True)))
 
 
-@pytest.mark.parametrize("assigns", [False, True])
-@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize(
+    ("method", "assigns", "saves"),
+    [(LocalSGD, False, False), (LocalSGD, True, True), (DiLoCo, False, True), (DiLoCo, True, False)],
+)
 @on_two_ranks
-def test_an_evaluation_of_other_values_changes_nothing(method, assigns):
+def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
     def run(*, evaluates):
         net = seeded(mlp, 8, 16, 4)
         wrapper, smooth = DistributedDataParallel(net), AveragedModel(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        method(wrapper, optimizer, every=EVERY)
+        outer = method(wrapper, optimizer, every=EVERY)
         for number in steps(wrapper, optimizer, 3 * EVERY):
             assert (number + 1) % EVERY or same_on_all_ranks(net), number
             smooth.update_parameters(net)
@@ -1020,6 +1022,8 @@ def test_an_evaluation_of_other_values_changes_nothing(method, assigns):
                 wrapper.load_state_dict(copy.deepcopy(smooth.module.state_dict()), assign=assigns)
                 net.eval()
                 wrapper(data(4, 8))  # with gradients, which nobody asks for
+                if saves:
+                    outer.state_dict()
                 net.train()
                 net.load_state_dict(own, assign=assigns)  # under other names than the wrapper's
         return list(net.parameters())

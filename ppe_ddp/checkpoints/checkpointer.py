@@ -341,9 +341,8 @@ class Checkpointer:
         """The number of the next checkpoint, the same of all parts of a split model."""
 
         def check_updates() -> None:
-            for what in self._given.values():
-                if isinstance(what, DistributedOptimizer):
-                    what._model.copies.check_updates()
+            for optimizer in self._sharding():
+                optimizer._model.copies.check_updates()
 
         def find() -> int:
             if self._others:
@@ -368,6 +367,9 @@ class Checkpointer:
 
     def _agree(self, answer: bool) -> bool:
         return all(self._ranks.from_each(lambda: answer))
+
+    def _sharding(self) -> list[DistributedOptimizer]:
+        return [what for what in self._given.values() if isinstance(what, DistributedOptimizer)]
 
     def _outer_steps(self, *, saves: bool = False) -> list[OuterSteps]:
         """Those among the parts; raises if a part is trained by another one, unless the ranks have the same of it."""
@@ -488,9 +490,8 @@ class Checkpointer:
         loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
         for outer in self._outer_steps():
             outer.end_loading(loaded)
-        for what in self._given.values():
-            if isinstance(what, DistributedOptimizer):
-                what._model.copies.note_load(is_of_all=bool(self._others))
+        for optimizer in self._sharding() if self._others else ():
+            optimizer._model.copies.note_load(is_of_all=True)
 
     def _warn_of_ranks(self, saved_by: int, parts: Sequence[SavedPart]) -> None:
         if self._ranks.is_source:

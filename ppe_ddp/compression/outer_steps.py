@@ -270,7 +270,7 @@ class OuterSteps:
             raise error
 
     @torch.no_grad()
-    def _remember(self) -> None:
+    def _remember(self, *, with_loaded: bool = True) -> None:
         """Copy parameters that were unfrozen, replaced or loaded since the last outer step, as its values."""
         self._update()
         for module in self.module.modules():
@@ -280,8 +280,9 @@ class OuterSteps:
         parameters = self._parameters()
         self._follow(parameters)
         for name, parameter in parameters.items():
-            self._note(name, parameter)
-        self._loaded.clear()
+            self._note(name, parameter, with_loaded=with_loaded)
+        if with_loaded:
+            self._loaded.clear()
 
     def _note(self, name: str, parameter: nn.Parameter, *, with_loaded: bool = True) -> None:
         known = self._last.get(name)
@@ -486,7 +487,7 @@ class OuterSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
-        self._remember()
+        self._remember(with_loaded=self.module.training)  # what is loaded in eval() may be so for an evaluation only
         names = self._parameters().keys()
         return {
             "steps": self._steps,

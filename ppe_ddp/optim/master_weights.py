@@ -17,7 +17,7 @@ steps with the same gradients, since making it costs as much as some steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import Any
@@ -90,6 +90,11 @@ class MasterWeights(list[MasterWeight]):
     def extend(self, masters: Iterable[MasterWeight]) -> None:
         super().extend(masters)
         self._note_aliases()
+
+    def forget(self, masters: Collection[MasterWeight]) -> None:
+        if masters:
+            self[:] = [master for master in self if master not in masters]
+            self._note_aliases()
 
     def _note_aliases(self) -> None:
         aliases = [master for master in self if master.is_alias]

@@ -170,9 +170,10 @@ class DistributedOptimizer(Optimizer):
         """Put master weights in the place of the parameters in ``groups``, without those that are frozen."""
         given = {id(parameter) for group in groups for parameter in group["params"]} & self._index.keys()
         for other in set(self._everyone) - {self}:
-            for master in other._masters:
-                if id(master.shard.parameter) in given:
-                    other._lost = master.shard.name
+            taken = [master for master in other._masters if id(master.shard.parameter) in given]
+            if lost := optimizer_state.in_groups(taken, other._inner):
+                other._lost = lost[-1].shard.name
+            other._masters.forget([master for master in taken if master not in lost])  # of groups that were removed
         watched: dict[str, Callable[[], list[str]]] = {}
         kept = {master.index: master for master in self._masters}  # of groups that were removed, which go on
         for group in groups:
@@ -235,15 +236,21 @@ class DistributedOptimizer(Optimizer):
         return sum(master.weight.nbytes for master in self._masters if not master.is_alias)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters that the model had when this optimizer was made, and that are in no group now."""
+        """Add parameters that the model had when this optimizer was made, and that are in no group now.
+
+        A group that was removed from ``param_groups`` will do: its master weights stand for their parameters.
+        """
         given = [given] if isinstance(given := param_group["params"], torch.Tensor) else list(given)
-        parameters = [one[1] if isinstance(one, tuple) else one for one in given]  # pairs have names, as in torch
+        own = {id(master.weight): master.shard.parameter for master in self._masters}
+        names = [one[:1] if isinstance(one, tuple) else () for one in given]  # pairs have names, as in torch
+        parameters = [own.get(id(p), p) for p in (one[1] if isinstance(one, tuple) else one for one in given)]
         self._check_known(parameters)
         taken = {master.index for master in optimizer_state.in_groups(self._masters, self._inner)}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
         if again:
             raise ValueError(f"parameters that are in another group already: {', '.join(again)}")
         self._flat_step.separate()
+        given = [(*name, one) if name else one for name, one in zip(names, parameters, strict=True)]
         self._inner.add_param_group({**param_group, "params": given})
         self._take_over(self._inner.param_groups[-1:])
 
