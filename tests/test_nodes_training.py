@@ -19,6 +19,8 @@ import mpi_check_torch
 import mpi_megatron
 import ppe_ddp
 import sharding_checks
+import test_checkpointer as checkpoints
+import test_optim as optim
 import test_optim_checkpoints as loading
 from law_scenarios import every_variant, scenario
 from laws import breaches, observe_all
@@ -364,6 +366,23 @@ def hold_the_optimizer(name):
 @on_all
 def test_the_distributed_optimizer_trains_as_one_process_does(world):
     world.run(in_own_world, hold_the_optimizer, "adamw")
+
+
+@pytest.mark.parametrize("world", worlds((2, 1)), indirect=True)
+@pytest.mark.parametrize("options", [{"outer": 3, "compressed": True}, {"sharded": True}], ids=lambda one: "".join(one))
+def test_a_training_goes_on_from_a_checkpoint(world, tmp_path, options):
+    world.run(in_own_world, checkpoints.go_on, tmp_path / "on", options)
+    if "outer" not in options:
+        world.run(in_own_world, checkpoints.go_back_after_a_failure, tmp_path / "back", options)
+
+
+@pytest.mark.parametrize("world", worlds((1, 1), (2, 1)), indirect=True)
+def test_hyper_parameters_that_come_apart_are_an_error_on_all(world):
+    world.run(in_own_world, train_with_other_rates)
+
+
+def train_with_other_rates():
+    optim.test_hyper_parameters_that_come_apart_later_are_an_error_on_all.__wrapped__(is_megatron=False)
 
 
 def trained(seeds):
