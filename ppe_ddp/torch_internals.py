@@ -472,9 +472,10 @@ def is_trial_step() -> bool:
     ``get_state_dict()`` and ``set_state_dict()`` of ``torch.distributed.checkpoint`` take it where there is none.
     """
     module = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    if module is None:
+    trial: Any = getattr(module, "_init_optim_state", None)  # another thread may be importing it
+    if trial is None:
         return False
-    code = module._init_optim_state.__code__
+    code = trial.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 from functools import partial
 from hashlib import sha256
@@ -25,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from checkpointing import NoisyTraining, failing, full_disk, killed_at, same
 from library_warnings import library_warnings
-from one_process import of_all_ranks, seeded
+from one_process import data, of_all_ranks, seeded
 from ppe_ddp import (
     Checkpointer,
     CheckpointError,
@@ -41,7 +42,7 @@ from ppe_ddp.checkpoints.checkpoint_files import CheckpointFolder
 from ppe_ddp.compression import ErrorFeedback, LocalSGD, TopK
 from ppe_ddp.engine.failures import LostRanks
 from ppe_ddp.testing import RankError, Ranks
-from rank_tests import on_three_ranks, on_two_ranks
+from rank_tests import on_four_ranks, on_three_ranks, on_two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -965,13 +966,68 @@ def test_ranks_that_average_with_others_load_what_the_first_has_saved(tmp_path):
         assert wrapper.module.running_mean.tolist() == [expected] * 3
 
 
+@on_two_ranks
+def test_another_mesh_of_as_many_ranks_is_as_another_number_of_ranks(tmp_path):
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+
+    def made(group=None):
+        wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 4), process_group=group)
+        wrapper.register_comm_hook(ErrorFeedback(TopK(0.3, min_numel=0)))
+        return {"model": wrapper, "same": Counter(3), "other": Counter(rank)}
+
+    parts = made()
+    parts["model"](data(4, 4)).sum().backward()
+    Checkpointer(tmp_path, parts).save(1, position=rank)
+    torch.manual_seed(rank)
+    with library_warnings() as texts:
+        parts = made(alone)
+        parts["same"].count, chance = 0, torch.get_rng_state()
+        restored = Checkpointer(tmp_path, parts).load()
+    assert (restored.position, restored.positions) == (None, [0, 1])
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert [parts[name].count for name in ("same", "other")] == [3, rank]
+    assert parts["model"].comm_state_dict()["parameters"] == {}
+    found = "the checkpoint was saved by 2 ranks, and here others average: .* nor other, whose states differ"
+    assert [bool(re.match(found, text)) for text in texts] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("how", ["fewer parts", "other ranks of the job", "the bare module"])
+@on_four_ranks
+def test_the_mesh_is_the_same_with(how, tmp_path):
+    """What differs goes on on each rank where each wrapper averages over the same ranks of the Checkpointer."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank() // 2]
+
+    def made(group=None):
+        norm, other = nn.BatchNorm1d(3), nn.Linear(2, 2)
+        first = DistributedDataParallel(norm, broadcast_buffers=False, process_group=group)
+        return {"first": first, "second": DistributedDataParallel(other, process_group=group)}
+
+    group = half if how == "other ranks of the job" else None
+    saves, loads = (dist.get_rank() in pair for pair in ((2, 3), (0, 1))) if group is half else (True, True)
+    parts, again = made(group), made(group)
+    parts["first"].module.running_mean.fill_(dist.get_rank() % 2)
+    if saves:
+        Checkpointer(tmp_path, parts, process_group=group).save(1)
+    dist.barrier()
+    if how == "fewer parts":
+        del again["second"]
+    elif how == "the bare module":
+        again["first"] = again["first"].module
+    if loads:
+        Checkpointer(tmp_path, again, process_group=group).load()
+        assert again["first"].state_dict()["running_mean"].tolist() == [dist.get_rank() % 2] * 3
+
+
 def test_what_one_rank_has_saved_is_loaded_without_a_process_group(folder):
     with Ranks(1, timeout=120) as ranks:
         ranks.run(save_compressed, folder)
-    with library_warnings():
+    with library_warnings() as texts:
         wrapper = DistributedDataParallel(nn.Linear(2, 2))
         wrapper.register_comm_hook(ErrorFeedback(TopK(0.5, min_numel=1)))
         assert Checkpointer(folder, {"model": wrapper}).load().step == 1
+    assert "what the compressor had not sent then is not loaded" in texts[-1]
     assert torch.equal(wrapper.module.weight, torch.full((2, 2), 3.0))
 
 

@@ -449,7 +449,7 @@ def come_too_late(wrapper, calls, late):
         dist.barrier()  # until the last rank has given the step up
     else:
         shorten_timeout(model, 1)
-        with pytest.raises(CommunicationError, match="needs rank 0, which has not come"):
+        with pytest.raises(CommunicationError, match=r"needs rank 0, which (has not come|does not answer)"):
             train(model, optimizer, [0])
         dist.barrier()
         for connections in model._reducer.connections:

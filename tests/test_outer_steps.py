@@ -1031,6 +1031,22 @@ def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
     assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))
 
 
+@on_two_ranks
+def test_what_rank_0_had_is_loaded_on_all_ranks_after_an_evaluation():
+    net = seeded(mlp, 8, 16, 4)
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    LocalSGD(wrapper, optimizer, every=EVERY)
+    for number in steps(wrapper, optimizer, 3 * EVERY):
+        assert (number + 1) % EVERY or same_on_all_ranks(net), number
+        if number == EVERY:
+            own = dict(net.named_parameters())
+            wrapper.load_state_dict(seeded(mlp, 8, 16, 4).state_dict(), assign=True)
+            net.load_state_dict(own, assign=True)
+            wrapper(data(4, 8))
+            wrapper.load_state_dict(of_all_ranks(net.state_dict())[0])
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("at", [EVERY - 1, EVERY], ids=["after an outer step", "between outer steps"])
 @on_two_ranks
@@ -1100,29 +1116,32 @@ def test_ranks_that_would_go_on_from_other_values_are_told_so(change):
         assert number < EVERY - 1 or same_on_all_ranks(net)
 
 
-@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("saved", [None, "the wrapper", "its modules"])
 @on_two_ranks
-def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path, resumes):
+def test_outer_steps_of_a_wrapper_that_was_made_before_the_ranks_met(tmp_path, saved):
     def made():
         net = mlp(8, 16, 4)
         torch.nn.init.constant_(net[0].bias, rank)
         wrapper = DistributedDataParallel(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        return {"model": wrapper, "optimizer": optimizer, "outer": LocalSGD(wrapper, optimizer, every=2)}
+        modules = {"model": wrapper} if saved == "the wrapper" else {f"layer{k}": one for k, one in enumerate(net)}
+        parts = {"optimizer": optimizer, "outer": LocalSGD(wrapper, optimizer, every=2)}
+        return wrapper, optimizer, parts | modules
 
-    rank, done = dist.get_rank(), 3 if resumes else 0  # between two outer steps
-    if resumes:
-        before = made()
-        deque(steps(before["model"], before["optimizer"], done), maxlen=0)
-        Checkpointer(tmp_path / "saved", before).save(done)
+    rank, done = dist.get_rank(), 3 if saved else 0  # between two outer steps
+    if saved:
+        before, optimizer, parts = made()
+        deque(steps(before, optimizer, done), maxlen=0)
+        Checkpointer(tmp_path / "saved", parts).save(done)
     dist.destroy_process_group()
-    parts = made()
+    wrapper, optimizer, parts = made()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
-    if resumes:
+    if saved:
         Checkpointer(tmp_path / "saved", parts).load()
-        assert all(map(torch.equal, parts["model"].parameters(), before["model"].parameters()))
-    for number in steps(parts["model"], parts["optimizer"], 4):
-        assert (number + done) % 2 == 0 or same_on_all_ranks(parts["model"].module)
+        wrapper(data(4, 8))
+        assert all(map(torch.equal, wrapper.parameters(), before.parameters()))
+    for number in steps(wrapper, optimizer, 4):
+        assert (number + done) % 2 == 0 or same_on_all_ranks(wrapper.module)
 
 
 @on_two_ranks

@@ -277,9 +277,10 @@ def test_a_compressor_begins_anew_where_as_many_ranks_load_on_another_mesh(tmp_p
     assert [state["steps"] for state in states] == [2, 0, 2]
 
 
+@pytest.mark.parametrize("replicas", [2, 4])
 @on_four_ranks
-def test_a_checkpointer_refuses_outer_steps_over_dtensors(tmp_path):
-    mesh = mesh_of(2)
+def test_a_checkpointer_refuses_outer_steps_over_dtensors(tmp_path, replicas):
+    mesh = mesh_of(replicas)
     model = DistributedDataParallel(parallelized(seeded(Net), mesh["tp"]), device_mesh=mesh["dp"])
     optimizer = adam(model)
     parts = {"model": model, "optimizer": optimizer, "outer": LocalSGD(model, optimizer, every=2)}

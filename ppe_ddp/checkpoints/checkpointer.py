@@ -25,7 +25,6 @@ from ppe_ddp.checkpoints.saved_parts import (
     AveragedModulePart,
     CommonPart,
     Differing,
-    OwnEntry,
     RankPart,
     SavedPart,
     digests_of,
@@ -38,6 +37,7 @@ from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
 from ppe_ddp.engine.module import is_distributed
 from ppe_ddp.engine.plan import fingerprint
+from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
@@ -53,6 +53,7 @@ _T = TypeVar("_T")
 logger = logging.getLogger("ppe_ddp")
 
 _POSITION = "position"
+_MESH = "mesh"
 _IS_POSITION = re.compile(rf"{RANKS}\.\d+\.{_POSITION}").fullmatch
 
 
@@ -97,10 +98,9 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
 
     So it does where another kind of wrapper has saved the module, of which Megatron's has one for each group, or none.
     """
-    if has_no_engine(wrapper) and (saved is None or not dist.is_initialized()):
-        return
-    own = wrapper.comm_state_dict()
-    if saved is None or isinstance(own, list) is not isinstance(saved, list):
+    has_own = not has_no_engine(wrapper) or (saved is not None and dist.is_initialized())
+    own = wrapper.comm_state_dict() if has_own else None
+    if own is None or saved is None or isinstance(own, list) is not isinstance(saved, list):
         forget_unsent([wrapper])
         for state in saved if isinstance(saved, list) else [saved or {}]:
             fitting_state(state, {})  # warns of what is not loaded
@@ -108,6 +108,18 @@ def _load_communication(wrapper: Any, saved: Any) -> None:
         wrapper.load_comm_state_dict([fitting_state(*pair) for pair in zip(saved, own, strict=True)])
     else:
         wrapper.load_comm_state_dict(fitting_state(saved, own))
+
+
+def _averaging_groups(wrapper: Any) -> list[ProcessGroup]:
+    """The groups in which a wrapper averages gradients; Megatron's averages experts in one of their own."""
+    groups: Any = getattr(wrapper, "groups", None)
+    if groups is None:
+        return [wrapper.process_group]
+    return [one for one in (groups.data or default_group(), groups.expert) if one is not None]
+
+
+def _meet(wrapper: Any) -> None:
+    wrapper._ready()
 
 
 def _communication(rank: int, name: str) -> str:
@@ -206,9 +218,10 @@ class Checkpointer:
     A checkpoint is never half written, and damage is noticed before anything is loaded. Besides the parts it holds
     each rank's states of random number generators (Python's, NumPy's, torch's on the CPU and on the rank's CUDA
     device), and the ``comm_state_dict()`` of each wrapper that is a part or in one. The same number of ranks continues
-    with the same bits, if its steps are reproducible; another number of ranks loads modules, optimizers, outer steps,
-    and other parts whose state was the same on all ranks, as a scheduler's. As many ranks with another compressor, or
-    on other nodes, load all but the state of compressors.
+    with the same bits, if its steps are reproducible. Another number of ranks, or as many on another mesh (a wrapper
+    averages over others), loads modules, optimizers, outer steps, and other parts whose state was the same on all
+    ranks, as a scheduler's. As many ranks with another compressor, or on other nodes, load all but the state of
+    compressors.
 
     Files are those of ``torch.distributed.checkpoint``. Nothing in them is executed.
 
@@ -304,6 +317,7 @@ class Checkpointer:
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
+            entries[of_rank(self._ranks.rank, _MESH)] = self._mesh()
             if (count := int(operator.index(step))) < 0:
                 raise ValueError(f"step is how many steps were taken, not {count}")
             return [count, list(self._parts), [one.is_between for one in outer_steps]]
@@ -356,17 +370,38 @@ class Checkpointer:
         """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
         if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
             everyone = self._ranks.from_each(lambda: digests)
-            self._ranks.from_each(lambda: self._differing.add_to(entries, everyone, self._averaging()))
+            self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
 
-    def _averaging(self) -> dict[str, list[int]]:
-        """The ranks that average the gradients of each wrapper with this one."""
-        if not dist.is_initialized():
-            return {}
-        groups = {name: getattr(one, "process_group", None) for name, one in self._wrappers.items()}
-        return {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+    def _mesh(self) -> dict[str, list[list[int]]]:
+        """The ranks with which each wrapper averages here, once it has met them, by their numbers in this group."""
+        number = {rank: here for here, rank in enumerate(self._ranks.ranks)}
+        met = {name: one for name, one in self._wrappers.items() if not has_no_engine(one)}
+        return {
+            name: [sorted(number.get(rank, -1) for rank in ranks_of(group)) for group in _averaging_groups(wrapper)]
+            for name, wrapper in met.items()
+        }
 
-    def _agree(self, answer: bool) -> bool:
-        return all(self._ranks.from_each(lambda: answer))
+    def _is_of_this_mesh(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> bool:
+        """Whether each wrapper averages over the ranks over which it did as it was saved; collective.
+
+        Else ranks that have copies of one another may have had different things. Wrappers that were made before
+        torch.distributed meet here, if they had met as they were saved: all get what rank 0 has then.
+        """
+        entry = of_rank(self._ranks.rank, _MESH)
+        targets: dict[str, Any] = {entry: None} if entry in saved.state_dict_metadata else {}
+        read(targets)
+        before: dict[str, Any] = targets.get(entry) or {}
+        wrappers = [one for name, one in self._wrappers.items() if name in before]  # a copy of one has not met others
+        outer_steps = [what for what in self._given.values() if isinstance(what, OuterSteps)]
+        for wrapper in dict.fromkeys([*wrappers, *(one._ddp for one in outer_steps)]):
+            if has_no_engine(wrapper):
+                self._ranks.from_each(partial(_meet, wrapper))
+
+        def is_same() -> bool:
+            here = self._mesh()
+            return all(before[name] == here[name] for name in before.keys() & here.keys())
+
+        return all(self._ranks.from_each(is_same))
 
     def _sharding(self) -> list[DistributedOptimizer]:
         return [what for what in self._given.values() if isinstance(what, DistributedOptimizer)]
@@ -415,8 +450,8 @@ class Checkpointer:
 
         Of a split model, each part of which has a folder, it is the newest one that all parts have saved together.
 
-        If another number of ranks saved it, states of single ranks are not loaded, with a warning. A module that was
-        saved between two outer steps is then the average of all ranks'.
+        If another number of ranks saved it, or as many on another mesh, states of single ranks are not loaded, with a
+        warning. A module that was saved between two outer steps is then the average of all ranks'.
 
         Args:
             step: The step to load; None for the newest.
@@ -443,7 +478,6 @@ class Checkpointer:
         def prepare() -> int:
             found.append(metadata_of(folder))
             saved_by = sum(_IS_POSITION(name) is not None for name in found[0].state_dict_metadata)
-            parts.extend(self._loaded_parts(saved_by, found[0]))
             targets.update(dict.fromkeys(of_rank(rank, _POSITION) for rank in range(saved_by)))
             return saved_by
 
@@ -452,10 +486,9 @@ class Checkpointer:
 
         saved_by = self._ranks.from_each(prepare)[0]
         read = partial(read_entries, folder=folder, load_group=self._ranks)
-        own: dict[str, OwnEntry] = {}
-        if saved_by == self._ranks.size:
-            self._connect(found[0], read)
-            own = self._differing.read(found[0], read, self._averaging(), self._agree)
+        is_same = saved_by == self._ranks.size and self._is_of_this_mesh(found[0], read)
+        own = self._differing.read(found[0], read) if is_same else {}
+        self._ranks.from_each(lambda: parts.extend(self._loaded_parts(saved_by, found[0], is_same=is_same)))
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next
             self._ranks.from_each(partial(add_targets, part))
         fitting = {entry: one for entry, one in own.items() if one.fits(targets.get(entry))}
@@ -469,22 +502,11 @@ class Checkpointer:
             self._ranks.from_each(partial(part.load, targets))
         self._end_loading()
         positions = [targets[of_rank(rank, _POSITION)] for rank in range(saved_by)]
-        if saved_by == self._ranks.size:
+        if is_same:
             return Restored(name.step, positions[self._ranks.rank], positions)
         self._ranks.from_each(lambda: forget_unsent(self._wrappers.values()))
         self._warn_of_ranks(saved_by, parts)
         return Restored(name.step, None, positions)
-
-    def _connect(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> None:
-        """Let the ranks of wrappers meet that were made before torch.distributed: all get what rank 0 has then."""
-        wrappers = {_communication(self._ranks.rank, name): one for name, one in self._wrappers.items()}
-        late = {entry: one for entry, one in wrappers.items() if has_no_engine(one) and dist.is_initialized()}
-        states: dict[str, Any] = {entry: None for entry in late if entry in saved.state_dict_metadata}
-        if states:
-            read(states)
-        for entry, state in states.items():
-            if state is not None:
-                late[entry]._ready()
 
     def _end_loading(self) -> None:
         loaded = {one for what in self._given.values() if isinstance(what, nn.Module) for one in what.parameters()}
@@ -497,10 +519,10 @@ class Checkpointer:
         if self._ranks.is_source:
             differing = [part.name for part in parts if isinstance(part, CommonPart) and part.differs]
             logger.warning(
-                "the checkpoint was saved by %d ranks, and %d load it: random states, positions and what compressors "
+                "the checkpoint was saved by %d ranks, and %s: random states, positions and what compressors "
                 "had not sent are not loaded%s; a model that was saved between two outer steps is averaged, and each "
                 "rank gets the inner optimizer of one rank",
-                *(saved_by, self._ranks.size),
+                *(saved_by, f"{size} load it" if (size := self._ranks.size) != saved_by else "here others average"),
                 f", nor {', '.join(differing)}, whose states differ between ranks" if differing else "",
             )
 
@@ -587,14 +609,14 @@ class Checkpointer:
             )
         return None
 
-    def _loaded_parts(self, saved_by: int, saved: Metadata) -> list[SavedPart]:
-        outer_steps, rank, size = self._outer_steps(), self._ranks.rank, self._ranks.size
+    def _loaded_parts(self, saved_by: int, saved: Metadata, *, is_same: bool) -> list[SavedPart]:
+        outer_steps, rank = self._outer_steps(), self._ranks.rank
         parts = [
-            loaded_part(name, what, saved, outer_steps, rank, size, saved_by) or self._parts[name]
+            loaded_part(name, what, saved, outer_steps, rank, saved_by, is_same=is_same) or self._parts[name]
             for name, what in self._given.items()
-            if saved_by == size or not self._parts[name].is_of_rank
+            if is_same or not self._parts[name].is_of_rank
         ]
-        if saved_by != size:
+        if not is_same:
             parts += [CommonPart(name, self._given[name], saved_by) for name, p in self._parts.items() if p.is_of_rank]
         parts.sort(key=lambda part: isinstance(part.what, OuterSteps))  # which begin from what their module has
-        return parts + (self._of_rank if saved_by == size else [])
+        return parts + (self._of_rank if is_same else [])

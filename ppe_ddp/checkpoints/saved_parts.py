@@ -225,16 +225,11 @@ class Differing:
     def __init__(self, rank: int) -> None:
         self._entry, self._rank = of_rank(rank, "differing"), rank
 
-    def add_to(
-        self,
-        entries: dict[str, Any],
-        digests: Sequence[Mapping[str, Sequence[int]]],
-        averaging: Mapping[str, list[int]],
-    ) -> None:
+    def add_to(self, entries: dict[str, Any], digests: Sequence[Mapping[str, Sequence[int]]]) -> None:
         """Move the entries that differ by the ``digests`` of all ranks; the first rank that has one saves it for all.
 
-        Only as many ranks load their own entries again, if each wrapper has the same ranks ``averaging``. Of a DTensor,
-        torch saves each part of some rank for all.
+        Only as many ranks on the same mesh load their own entries again. Of a DTensor, torch saves each part of some
+        rank for all.
         """
         first = {entry: rank for rank in reversed(range(len(digests))) for entry in digests[rank]}
         differing = [entry for entry in first if _differ([of_rank.get(entry) for of_rank in digests])]
@@ -243,30 +238,20 @@ class Differing:
             "entries": {entry: _copied(entries[entry]) for entry in own},
             "places": {entry: place for entry in own if (place := _place(entries[entry]))},
             "lacking": [entry for entry in differing if entry not in entries],
-            "averaging": averaging,
         }
         for entry in own:
             if first[entry] != self._rank and not is_distributed(entries[entry]):
                 entries.pop(entry)
 
-    def read(
-        self,
-        saved: Metadata,
-        read: Callable[[dict[str, Any]], None],
-        averaging: Mapping[str, list[int]],
-        agree: Callable[[bool], bool],
-    ) -> dict[str, OwnEntry]:
+    def read(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> dict[str, OwnEntry]:
         """This rank's own entries; hides in ``saved`` those that only others have. ``read`` is called on all or none.
 
-        They may have another shape than what the first rank has saved for all. There are none where other ranks average
-        now, by what all ``agree`` on: ranks that have copies of one another would get those of different ones.
+        They may have another shape than what the first rank has saved for all.
         """
         if self._entry not in saved.state_dict_metadata:
             return {}
         targets: dict[str, Any] = {self._entry: None}
         read(targets)
-        if not agree(targets[self._entry].get("averaging", averaging) == averaging):
-            return {}
         for entry in targets[self._entry]["lacking"]:
             saved.state_dict_metadata.pop(entry, None)
         places = targets[self._entry].get("places", {})
@@ -387,14 +372,17 @@ def own_part(
 
 
 def loaded_part(
-    name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, ranks: int, saved_by: int
+    name: str, what: Any, saved: Metadata, outer_steps: Sequence[OuterSteps], rank: int, saved_by: int, *, is_same: bool
 ) -> SavedPart | None:
-    """The part that loads ``what`` if each of ``saved_by`` ranks has saved its own; None if it was equal on all."""
+    """The part that loads ``what`` if each of ``saved_by`` ranks has saved its own; None if it was equal on all.
+
+    ``is_same`` tells that as many ranks load it, on the same mesh.
+    """
     if not any(entry.startswith(own_name(name, 0) + ".") for entry in saved.state_dict_metadata):
         return None
     if isinstance(what, Optimizer):  # each rank takes the moments of one rank, also if there are more ranks now
         return _optimizer_part(own_name(name, rank % saved_by if outer_steps else 0), what)
-    if ranks == saved_by and any(one.is_of(what) for one in outer_steps):
+    if is_same and any(one.is_of(what) for one in outer_steps):
         return SavedPart(own_name(name, rank), what)
     return AveragedModulePart(name, what, saved_by)
 

@@ -25,7 +25,7 @@ from ppe_ddp.backends.shared_memory.shared_group import SharedMemoryGroup
 from ppe_ddp.compression.compressor import Compressor
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.plan import ParameterSpec
-from ppe_ddp.torch_internals import is_trial_step
+from ppe_ddp.torch_internals import is_trial_step, uncompiled_hook
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -233,7 +233,6 @@ class CommState:
         parameters = {name: {key: _copy(value) for key, value in own.items()} for name, own in states.items() if own}
         return {
             **self._identity(compressor, groups),
-            "job_ranks": list(map(groups.job_rank_of, range(groups.world_size))),
             "steps": groups.taken,
             "slices": dict(self.owners.of_names),
             "parameters": parameters,
@@ -278,6 +277,7 @@ class CommState:
         return self.__dict__ | {"_of": self._settled, "_before": {}, "_undecided": None}
 
 
+@uncompiled_hook
 def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook before a step, which notes parameters with gradients. Megatron's wrapper leaves ``.grad`` None."""
     if not is_trial_step():
@@ -285,6 +285,7 @@ def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
         begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
 
 
+@uncompiled_hook
 def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook after a step, which notes updated parameters, so none without a gradient, as if the user has cleared it.
 
@@ -317,27 +318,26 @@ def _averaging(groups: Groups) -> int:
 
 
 def fitting_state(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and ranks of ``here``, another one.
+    """Return ``saved``, a ``comm_state_dict()`` of this rank, for the compressor and nodes of ``here``, another one.
 
     If these differ, it has no state of a compressor, and a ``WarmUp`` begins anew: that of another one means nothing to
-    this one, and on other nodes, or among other ranks, other ranks would have that state now.
+    this one, and on other nodes other ranks would have that state now.
     """
     if not saved:  # Megatron's wrapper has none without a compressor
         return saved
-    has_moved = len({str(one["job_ranks"]) for one in (saved, here) if "job_ranks" in one}) > 1
-    is_same = not has_moved and all(saved.get(key) == here.get(key) for key in ("compressor", "nodes"))
+    is_same = all(saved.get(key) == here.get(key) for key in ("compressor", "nodes"))
     if "compressor" not in saved or is_same:
         return saved
     if saved["rank"] == 0:
         logger.warning(
-            "this was saved with %s, which is not the compressor here, or the ranks were on other nodes, shared memory "
-            "in another way, or averaged with other ranks: what the compressor had not sent then is not loaded",
+            "this was saved with %s, which is not the compressor here, or the ranks were on other nodes, or shared "
+            "memory in another way: what the compressor had not sent then is not loaded",
             saved["compressor"],
         )
     if not here:
         return here
     of_compressor = ("compressor", "nodes", "slices", "parameters", "steps")
-    kept = {key: value for key, value in (here if has_moved else saved).items() if key not in of_compressor}
+    kept = {key: value for key, value in saved.items() if key not in of_compressor}
     if "compressor" not in here:
         return kept
     own = {key: here[key] for key in ("compressor", "nodes", "slices")}

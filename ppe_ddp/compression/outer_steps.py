@@ -198,6 +198,7 @@ class OuterSteps:
     @uncompiled
     def _begin_inner_step(self, *, of_optimizer: bool = False) -> None:
         if of_optimizer and is_trial_step():
+            self._version = None  # which that step raises
             return
         if self._later is not None:
             raise UnusableError(
@@ -627,4 +628,5 @@ class _LoadedParameters:
         """
         before, count, _ = self.digests.pop(id(parameter), (0, 0, None))
         is_once = count == 1 and id(parameter) not in self.assigned
+        self.assigned.discard(id(parameter))
         return is_once or (count > 0 and digest_of(parameter) != before)

@@ -212,6 +212,8 @@ class CopiesOfParameters(Copies):
             self._copied.add(id(position_embedding(module, config)))
         self._model_groups = groups
         self._of_stages = needs_own_bucket(module, config)
+        alone = {id(position_embedding(module, config))} if groups.position_embedding is None else set()
+        self._has_copies_of_stages = not self._of_stages <= alone
         mark = "tensor_model_parallel"
         marks = [getattr(parameter, mark) for parameter in module.parameters() if hasattr(parameter, mark)]
         self.are_splits_marked = bool(marks) or groups.tensor not in splits
@@ -263,8 +265,8 @@ class CopiesOfParameters(Copies):
     def note_failed_update(self, failure: FailedUpdate) -> None:
         if self.is_split:  # else the next step gathers all parameters
             self._parallel.failed_update = failure
-            copies = map(self._parallel.group, ("tensor", "embedding", "position_embedding"))
-            self._parallel.is_behind = bool(self._of_stages) or any(groups is not None for groups in copies)
+            of_stages = self._has_copies_of_stages and self._parallel.group("pipeline") is not None
+            self._parallel.is_behind = of_stages or self._parallel.group("tensor") is not None
 
     def note_load(self, *, is_of_all: bool) -> None:
         self._parallel.is_behind = False
