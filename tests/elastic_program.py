@@ -229,6 +229,7 @@ def replica(
     node=(),
     ballast=(0, 0),
     saves_every=0,
+    compiled=False,
 ):
     if node:
         enter(node)
@@ -256,27 +257,31 @@ def replica(
             saved = {"model": model, "optimizer": optimizer, "mean": AveragedModel(model)}
             checkpointer = ppe_ddp.Checkpointer(Path(folder) / "checkpoints", saved)
         log("joined", training.committed, dist.get_world_size(), values_of(net.buffers()).tolist())
-        train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every)
+        train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every, compiled)
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
         sys.exit(LEFT_OUT if training is not None else 0)
 
 
-def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every):
+def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every, compiled):
+    def take(rows, before):
+        with training.step():
+            loss = model(rows)
+            time.sleep(ballast.seconds)
+            if before == raises_at and dist.get_rank() == 1:
+                loss.register_hook(fail)
+            if -before == raises_at and dist.get_rank() == 1:  # behind the last message, as a compressor may
+                training._reducer.synchronizer.commits = fail
+            loss.backward()
+
+    take = torch.compile(take, backend="eager") if compiled else take
     for rows in training.batches(ROWS, BATCH, steps):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         optimizer.zero_grad()
         before = training.committed
         log("takes", before, rows)
         try:
-            with training.step():
-                loss = model(rows)
-                time.sleep(ballast.seconds)
-                if before == raises_at and dist.get_rank() == 1:
-                    loss.register_hook(fail)
-                if -before == raises_at and dist.get_rank() == 1:  # behind the last message, as a compressor may
-                    training._reducer.synchronizer.commits = fail
-                loss.backward()
+            take(rows, before)
         except (ArithmeticError, ppe_ddp.PeerAbortedError):
             raises_at = None
             training._reducer.synchronizer.commits = training._commit
@@ -610,6 +615,7 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--compiled", action="store_true", help="compile each step")
     parser.add_argument("--saves-every", type=int, default=0, help="steps, for checkpoints")
     parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
     parser.add_argument("--raises-at", type=int, help="a step in which rank 1 raises; -step: behind the last message")
@@ -649,6 +655,7 @@ def main():
                 "nodes": nodes,
                 "ballast": ballast,
                 "saves_every": options.saves_every,
+                "compiled": options.compiled,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             is_cut = any(fault[3] == "cut" for fault in faults.values())

@@ -78,6 +78,10 @@ def test_who_is_left_and_who_joins_save_checkpoints():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--saves-every", "20")
 
 
+def test_a_rank_is_killed_in_steps_that_are_compiled():
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "30", "--no-restarts", "--size", "3", "--compiled")
+
+
 def test_two_are_killed_at_once():
     faults = {"1": ["vote", 5, False, False], "2": ["vote", 5, True, False]}
     run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4")
