@@ -1000,15 +1000,17 @@ def test_the_mesh_is_the_same_with(how, tmp_path):
     half = halves[dist.get_rank() // 2]
 
     def made(group=None):
-        norm, other = nn.BatchNorm1d(3), nn.Linear(2, 2)
-        first = DistributedDataParallel(norm, broadcast_buffers=False, process_group=group)
-        return {"first": first, "second": DistributedDataParallel(other, process_group=group)}
+        first = DistributedDataParallel(nn.BatchNorm1d(3), broadcast_buffers=False, process_group=group)
+        second = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        second.register_comm_hook(ErrorFeedback(TopK(0.3, min_numel=0)))
+        return {"first": first, "second": second}
 
     group = half if how == "other ranks of the job" else None
     saves, loads = (dist.get_rank() in pair for pair in ((2, 3), (0, 1))) if group is half else (True, True)
     parts, again = made(group), made(group)
     parts["first"].module.running_mean.fill_(dist.get_rank() % 2)
     if saves:
+        parts["second"](data(3, 2)).sum().backward()
         Checkpointer(tmp_path, parts, process_group=group).save(1)
     dist.barrier()
     if how == "fewer parts":
@@ -1018,6 +1020,7 @@ def test_the_mesh_is_the_same_with(how, tmp_path):
     if loads:
         Checkpointer(tmp_path, again, process_group=group).load()
         assert again["first"].state_dict()["running_mean"].tolist() == [dist.get_rank() % 2] * 3
+        assert "second" not in again or again["second"].comm_state_dict()["parameters"]
 
 
 def test_what_one_rank_has_saved_is_loaded_without_a_process_group(folder):
