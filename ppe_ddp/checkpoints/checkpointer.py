@@ -32,6 +32,7 @@ from ppe_ddp.checkpoints.saved_parts import (
     of_rank,
     own_part,
     part_of,
+    split_wrappers,
 )
 from ppe_ddp.compression.comm_state import fitting_state, forget_unsent, has_no_engine
 from ppe_ddp.compression.outer_steps import OuterSteps, outer_steps_of, outer_steps_over
@@ -317,7 +318,7 @@ class Checkpointer:
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
-            entries[of_rank(self._ranks.rank, _MESH)] = self._mesh()
+            entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": self._averaging(), "split": []}
             if (count := int(operator.index(step))) < 0:
                 raise ValueError(f"step is how many steps were taken, not {count}")
             return [count, list(self._parts), [one.is_between for one in outer_steps]]
@@ -369,10 +370,16 @@ class Checkpointer:
     def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, Sequence[int]]) -> None:
         """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
         if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
-            everyone = self._ranks.from_each(lambda: digests)
+            everyone, averaging = self._ranks.from_each(lambda: digests), self._ranks.from_each(self._averaging)
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
+            parameters = {
+                name: [f"{name}.{one}" for one, _ in wrapper.module.named_parameters()]
+                for name, wrapper in self._wrappers.items()
+            }
+            split = split_wrappers(parameters, everyone, averaging)
+            entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": averaging[self._ranks.rank], "split": split}
 
-    def _mesh(self) -> dict[str, list[list[int]]]:
+    def _averaging(self) -> dict[str, list[list[int]]]:
         """The ranks with which each wrapper averages here, once it has met them, by their numbers in this group."""
         number = {rank: here for here, rank in enumerate(self._ranks.ranks)}
         met = {name: one for name, one in self._wrappers.items() if not has_no_engine(one)}
@@ -381,16 +388,17 @@ class Checkpointer:
             for name, wrapper in met.items()
         }
 
-    def _is_of_this_mesh(self, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> bool:
-        """Whether each wrapper averages over the ranks over which it did as it was saved; collective.
+    def _is_of_this_mesh(self, saved_by: int, saved: Metadata, read: Callable[[dict[str, Any]], None]) -> bool:
+        """Whether as many ranks have saved it, and each wrapper has averaged over the same ones; collective.
 
         Else ranks that have copies of one another may have had different things. Wrappers that were made before
         torch.distributed meet here, if they had met as they were saved: all get what rank 0 has then.
         """
-        entry = of_rank(self._ranks.rank, _MESH)
+        entry = of_rank(self._ranks.rank % saved_by, _MESH)
         targets: dict[str, Any] = {entry: None} if entry in saved.state_dict_metadata else {}
         read(targets)
-        before: dict[str, Any] = targets.get(entry) or {}
+        mesh: dict[str, Any] = targets.get(entry) or {"averaging": {}, "split": []}
+        before: dict[str, Any] = mesh["averaging"]
         wrappers = [one for name, one in self._wrappers.items() if name in before]  # a copy of one has not met others
         outer_steps = [what for what in self._given.values() if isinstance(what, OuterSteps)]
         for wrapper in dict.fromkeys([*wrappers, *(one._ddp for one in outer_steps)]):
@@ -398,8 +406,16 @@ class Checkpointer:
                 self._ranks.from_each(partial(_meet, wrapper))
 
         def is_same() -> bool:
-            here = self._mesh()
-            return all(before[name] == here[name] for name in before.keys() & here.keys())
+            here = self._averaging()
+            same = saved_by == self._ranks.size and all(before[one] == here[one] for one in before.keys() & here.keys())
+            if mesh["split"] and not same:
+                raise CheckpointError(
+                    f"{', '.join(map(repr, mesh['split']))} in the checkpoint is another part of a model for each "
+                    "group of ranks that averaged, under the same names, so that only as many ranks on the same mesh "
+                    "can load it: load it there, and save by a Checkpointer for each part, Checkpointer(a folder of "
+                    "its own, ..., process_group=that of the wrapper)"
+                )
+            return same
 
         return all(self._ranks.from_each(is_same))
 
@@ -486,7 +502,7 @@ class Checkpointer:
 
         saved_by = self._ranks.from_each(prepare)[0]
         read = partial(read_entries, folder=folder, load_group=self._ranks)
-        is_same = saved_by == self._ranks.size and self._is_of_this_mesh(found[0], read)
+        is_same = self._is_of_this_mesh(saved_by, found[0], read)
         own = self._differing.read(found[0], read) if is_same else {}
         self._ranks.from_each(lambda: parts.extend(self._loaded_parts(saved_by, found[0], is_same=is_same)))
         for part in parts:  # one after another: a rank that fails in one must not leave the others in the next

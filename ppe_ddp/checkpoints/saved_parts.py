@@ -258,6 +258,31 @@ class Differing:
         return {entry: OwnEntry(one, places.get(entry, [])) for entry, one in targets[self._entry]["entries"].items()}
 
 
+def split_wrappers(
+    parameters: Mapping[str, Sequence[str]],
+    digests: Sequence[Mapping[str, Sequence[int]]],
+    averaging: Sequence[Mapping[str, Sequence[Sequence[int]]]],
+) -> list[str]:
+    """The wrappers whose ranks have the same parameters where they average, and those of another part elsewhere.
+
+    Args:
+        parameters: The entries of each wrapper's parameters.
+        digests: See :func:`digests_of`; of each rank.
+        averaging: The groups of ranks with which each wrapper averages, on each rank.
+
+    Of DTensors only those that are cut count: others, which must be copies, may have come apart by rounding.
+    """
+    found = []
+    for name, entries in parameters.items():
+        groups = {tuple(rank for rank in one[name][0] if rank >= 0) for one in averaging if name in one}
+        cut = [entry for entry in entries if len(digests[0].get(entry, ())) > 1]
+        values = [{entry: one[entry] for entry in cut or entries if entry in one} for one in digests]
+        are_equal = all(values[rank] == values[group[0]] for group in groups for rank in group)
+        if len(groups) > 1 and are_equal and any(_differ([one.get(entry) for one in values]) for entry in values[0]):
+            found.append(name)
+    return found
+
+
 def _differ(digests: Sequence[Sequence[int] | None]) -> bool:
     """Whether a rank lacks the entry with these digests, or ranks with the same part of it have other values."""
     by_place: dict[tuple[int, ...], int] = {}
