@@ -461,6 +461,39 @@ def come_too_late(wrapper, calls, late):
     assert len({*of_all_ranks(float(model.module.heads[1].weight.sum()))}) == 1
 
 
+@pytest.mark.parametrize("then", ["again", "a step"])
+@pytest.mark.parametrize(("wrapper", "call"), [("plain", "load"), ("megatron", "save"), ("plain", "compare")])
+@on_two_ranks
+def test_who_came_too_late_for_a_call_raises_and_the_next_one_works(wrapper, call, then):
+    model, optimizer = two_heads(wrapper, torch.optim.AdamW)
+    train(model, optimizer, [0])
+    state = copy.deepcopy(optimizer.state_dict())
+
+    def make_the_call():
+        if call == "compare":
+            model.check_in_sync()
+        elif call == "save":
+            optimizer.state_dict()
+        else:
+            optimizer.load_state_dict(state)
+
+    is_late = dist.get_rank() == 0
+    if is_late:
+        dist.barrier()  # until the other rank has given the call up
+    else:
+        shorten_timeout(model, 1)
+    with pytest.raises(CommunicationError) as caught:
+        make_the_call()
+    assert caught.value.is_late == is_late
+    if not is_late:
+        dist.barrier()
+    for connections in model._reducer.connections:
+        connections.timeout_seconds = 60
+    for _ in range(2):
+        train(model, optimizer, [1]) if then == "a step" else make_the_call()
+    assert len({*of_all_ranks(float(model.module.heads[1].weight.sum()))}) == 1
+
+
 @on_two_ranks
 def test_the_state_of_an_optimizer_without_a_group_that_was_removed():
     model, optimizer = two_heads("plain", torch.optim.AdamW)

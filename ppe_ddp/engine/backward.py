@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ppe_ddp.engine.bucket import LaunchSchedule
 from ppe_ddp.engine.completion import Completion, ResultSteps, Steps, Turn
-from ppe_ddp.engine.failures import HookProgress, relayed
+from ppe_ddp.engine.failures import COMPARE, HookProgress, relayed
 from ppe_ddp.engine.gradients import GradientStreams, has_nonzero
 from ppe_ddp.engine.groups import Groups, renewing_all
 from ppe_ddp.engine.mask_exchange import MaskExchange
@@ -450,8 +450,11 @@ class Synchronizer(ABC):
                     if only in (None, groups):
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
-                if isinstance(error, CommunicationError) and not error.is_late:
-                    raise
+                # Those who have given a step up come here as well, those who have given this call up do not.
+                is_over = isinstance(error, CommunicationError) and not (error.is_late and error.phase != COMPARE)
+                if is_over:
+                    told = [groups.fail(error, COMPARE) for groups in self._these(only)]
+                    raise next(filter(None, told), error) from error
                 for groups in self.groups:  # or another rank, which has closed all, would wait for this one
                     groups.fail(error, "")
             else:

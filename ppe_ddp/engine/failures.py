@@ -41,18 +41,14 @@ logger = logging.getLogger("ppe_ddp")
 
 T = TypeVar("T")
 
-START = "start"
-"""The phase before the first step, in which all ranks get the initial parameters."""
-FINALIZE = "finalize_model_grads()"
-"""The phase after a backward in which gradients are summed over the ranks that split one model."""
-CLIP = "clip_grad_norm_() or GradScaler.step()"
-"""The phase after a backward in which the ranks find the norm of all gradients, or whether one is inf."""
-UPDATE = "DistributedOptimizer.step()"
-"""The phase after a backward in which each rank updates its shards, and parameters are gathered."""
-LOAD = "DistributedOptimizer.load_state_dict()"
-"""The phase in which each rank loads its shards, and parameters are gathered."""
-SAVE = "DistributedOptimizer.state_dict()"
-"""The phase in which ranks send one another parts of their shards."""
+# Phases in which a rank may fail, besides those of a backward:
+START = "start"  # before the first step, in which all ranks get the initial parameters
+FINALIZE = "finalize_model_grads()"  # after a backward: gradients are summed over the ranks that split one model
+CLIP = "clip_grad_norm_() or GradScaler.step()"  # after it: the ranks find the norm of all gradients, or whether inf
+UPDATE = "DistributedOptimizer.step()"  # after it: each rank updates its shards, and parameters are gathered
+LOAD = "DistributedOptimizer.load_state_dict()"  # each rank loads its shards, and parameters are gathered
+SAVE = "DistributedOptimizer.state_dict()"  # ranks send one another parts of their shards
+COMPARE = "a comparison of parameters"  # outside of a step, by a call of all ranks
 _JOIN = "for uneven numbers of batches train in `with model.join():`"
 EQUALLY_OFTEN = (
     "Every rank must run the same number of synchronized backwards of each wrapper, and call step() of a "
@@ -67,6 +63,7 @@ ADVICE = {
     UPDATE: "Parameters are updated in part, until the next step gathers them: zero the gradients and go on with it",
     LOAD: "Some ranks may have loaded the state, and others not: load it again, on all ranks",
     SAVE: "No rank has the whole state: call state_dict() again, on all ranks",
+    COMPARE: "Make the call that compares them again, on all ranks",
 }
 FINAL = "The job cannot go on: start it anew, from a checkpoint if there is one"
 _HAS_WAITED = re.compile("Timed out waiting|has waited for the group's timeout")  # in gloo's error, and in ours
@@ -316,7 +313,7 @@ class Failure:
             return f"rank {self.rank} failed where all ranks get the parameters of rank 0: {self.reason}"
         if self.phase in (FINALIZE, CLIP):
             return f"rank {self.rank} of the group failed in {self.phase}, call {self.step}: {self.reason}"
-        if self.phase in (UPDATE, LOAD, SAVE):
+        if self.phase in (UPDATE, LOAD, SAVE, COMPARE):
             return f"rank {self.rank} failed in {self.phase}, after the backward of step {self.step}: {self.reason}"
         return f"rank {self.rank} failed in the {self.phase} phase of its backward, in step {self.step}: {self.reason}"
 
@@ -424,12 +421,14 @@ class Failures:
             if lost:
                 late = self.lost_error(list(lost.values()), f"rank {found} has found")
             late.is_late = own is not None and not late.is_final
+            late.phase = late.phase or next(failure.phase for failure in failures if failure.lost)
             return late
-        reports = "; ".join(map(str, failures))
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""
         advice = FINAL if first.is_final else ADVICE.get(first.phase, ADVICE[""])
-        error = PeerAbortedError(f"rank {self._rank}: {reports}. {advice}, or look at that rank's traceback{trace}")
+        error = PeerAbortedError(
+            f"rank {self._rank}: {'; '.join(map(str, failures))}. {advice}, or look at that rank's traceback{trace}"
+        )
         error.rank, error.step, error.phase, error.reason = first.rank, first.step, first.phase, first.reason
         error.job_rank = self._job_rank_of(first.rank) if first.job_rank is None else first.job_rank
         error.is_final = first.is_final

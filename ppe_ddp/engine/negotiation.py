@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from ppe_ddp.backends.json_collectives import all_gather_json
 from ppe_ddp.engine.completion import ResultSteps, Steps
+from ppe_ddp.engine.failures import COMPARE
 from ppe_ddp.engine.groups import Groups
 from ppe_ddp.engine.mask_exchange import DIGEST, MaskExchange, MaskExchanger, ranks_named, with_complement
 from ppe_ddp.engine.memory import allocator
@@ -52,7 +53,6 @@ _UNDER_WAY = 2  # buckets in flight at a time: gloo has two threads
 _GAIN = 0.02  # fraction of a step; a smaller gain is noise
 _SAME = 1.005  # steps within this factor count as equal; the largest size with such a step has the fewest messages
 _CPU = torch.device("cpu")
-_COMPARISON = "a comparison of parameters"
 _MAX = dist.ReduceOp.MAX
 
 
@@ -264,7 +264,7 @@ class Negotiation:
             ValueError: On every rank, if one has a tensor that cannot be written; names the tensors of the first such
                 rank.
         """
-        place = f"{_COMPARISON} after step {self._groups.step}"
+        place = f"{COMPARE} after step {self._groups.step}"
         # Not those of the last mask, which a rank that has failed before it may not have sent.
         lines = [place, *self._lines(buffers=_buffer_lines(self._module_state.buffers() if with_buffers else {}))]
         unwritable = self._module_state.unwritable(with_buffers=writes_buffers)
@@ -548,7 +548,7 @@ def _disagreement(lines: Sequence[str], groups: Groups) -> DisagreementError:
 
 def _out_of_step(places: Sequence[str]) -> DisagreementError:
     by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
-    compares = any(_COMPARISON in place for place in places)
+    compares = any(COMPARE in place for place in places)
     calls = "Register a compressor, and make, save or load a DistributedOptimizer, on all ranks together. "
     together = calls if compares else ""
     error = DisagreementError(
