@@ -230,6 +230,7 @@ def replica(
     ballast=(0, 0),
     saves_every=0,
     compiled=False,
+    collective=False,
 ):
     if node:
         enter(node)
@@ -246,6 +247,8 @@ def replica(
     optimizer, ballast = optimizer_of(net), Ballast(*ballast)
     torch.manual_seed(os.getpid())
     log("starts", membership.name)
+    if collective:
+        net.register_forward_hook(all_reduce_own)
     if fault is not None:
         arm(*fault, log)
     training = checkpointer = None
@@ -261,6 +264,10 @@ def replica(
     except ppe_ddp.UnusableError as error:
         log("late", str(error))
         sys.exit(LEFT_OUT if training is not None else 0)
+
+
+def all_reduce_own(_net, _inputs, output):
+    dist.all_reduce(torch.ones_like(output))  # as for a contrastive loss
 
 
 def train(training, net, model, optimizer, ballast, raises_at, steps, log, checkpointer, saves_every, compiled):
@@ -615,6 +622,7 @@ def main():
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
+    parser.add_argument("--collective", action="store_true", help="call one of the program's own in each forward")
     parser.add_argument("--compiled", action="store_true", help="compile each step")
     parser.add_argument("--saves-every", type=int, default=0, help="steps, for checkpoints")
     parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
@@ -656,6 +664,7 @@ def main():
                 "ballast": ballast,
                 "saves_every": options.saves_every,
                 "compiled": options.compiled,
+                "collective": options.collective,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             is_cut = any(fault[3] == "cut" for fault in faults.values())
@@ -664,7 +673,8 @@ def main():
             nodes.close()
         logs = read(folder)
         print(end=f"{seed} ", file=sys.stderr, flush=True)
-        replays = not (options.compressed or options.engine == "torchft")
+        # Who fails in a forward counts as zero in that step.
+        replays = not (options.compressed or options.collective or options.engine == "torchft")
         wrong = check(logs, codes, options.steps, replays=replays, with_buffers=options.buffers)
         if wrong:
             bad.append(seed)

@@ -82,6 +82,11 @@ def test_a_rank_is_killed_in_steps_that_are_compiled():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "30", "--no-restarts", "--size", "3", "--compiled")
 
 
+def test_a_rank_is_killed_where_the_others_wait_in_a_collective_of_their_own():
+    faults = '{"1": ["forward", 5, false, false]}'
+    run("--faults", faults, "--steps", "30", "--no-restarts", "--size", "3", "--collective")
+
+
 def test_two_are_killed_at_once():
     faults = {"1": ["vote", 5, False, False], "2": ["vote", 5, True, False]}
     run("--faults", json.dumps(faults), "--steps", "30", "--no-restarts", "--size", "4")

@@ -25,7 +25,7 @@ from one_process import (
     seeded,
     square,
 )
-from ppe_ddp import DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError, weigh
+from ppe_ddp import Checkpointer, DistributedDataParallel, DistributedOptimizer, PeerAbortedError, UnusableError, weigh
 from ppe_ddp.compression import DiLoCo, ErrorFeedback, TopK
 from ppe_ddp.engine.group_duplicates import GroupHandle
 from rank_tests import each_variant, on_three_ranks, on_two_ranks
@@ -281,6 +281,31 @@ def test_compile_a_whole_step_with_its_optimizer(make, step):
         found.append([parameter.detach().clone() for parameter in wrapper.parameters()])
         del wrapper, optimizer
     torch.testing.assert_close(found[0], found[1])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("make", [plain, DistributedOptimizer])
+@on_two_ranks
+def test_compile_an_epoch_that_wraps_saves_loads_and_joins(tmp_path, make):
+    def epoch(module, x):
+        wrapper = DistributedDataParallel(module)
+        optimizer = make(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+        checkpointer = Checkpointer(tmp_path, {"model": wrapper, "optimizer": optimizer})
+        checkpointer.save(1)
+        with wrapper.join() if make is plain else contextlib.nullcontext():
+            for _ in range(2 + (dist.get_rank() if make is plain else 0)):
+                optimizer.zero_grad()
+                wrapper(x).sum().backward()
+                optimizer.step()
+        checkpointer.load()
+        optimizer.step()
+        return list(wrapper.parameters())
+
+    found = []
+    for function in (epoch, torch.compile(epoch, backend="eager")):
+        torch._dynamo.reset()
+        found.append([one.detach().clone() for one in function(seeded(mlp, 4, 4, 2), data(5, 4))])
+    torch.testing.assert_close(*found)
     torch._dynamo.reset()
 
 

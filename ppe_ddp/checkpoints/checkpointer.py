@@ -42,7 +42,7 @@ from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
-from ppe_ddp.torch_internals import before_compiling
+from ppe_ddp.torch_internals import before_compiling, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -242,6 +242,7 @@ class Checkpointer:
         ValueError: A name has dots, ``keep`` is not positive, or the ranks have different parts of one split model.
     """
 
+    @uncompiled
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -287,6 +288,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ saving
 
+    @uncompiled
     def save(self, step: int, *, position: Any = None) -> Path:
         """Save everything, between two steps; all ranks call it together. Gradients are not saved.
 
@@ -461,6 +463,7 @@ class Checkpointer:
         """The steps of the complete checkpoints that this rank sees in the folder, the oldest first."""
         return [name.step for name in self._folder.complete()]
 
+    @uncompiled
     def load(self, step: int | None = None) -> Restored | None:
         """Load the newest checkpoint that is not damaged; all ranks call it together.
 

@@ -63,7 +63,7 @@ def is_loss(error: BaseException) -> bool:
     """Whether ``error`` may be the consequence of a dead rank, on this rank or on the rank that has reported it."""
     if isinstance(error, PeerAbortedError):
         return error.reason.startswith(CommunicationError.__name__)
-    return isinstance(error, CommunicationError | dist.DistError)
+    return is_of_transport(error)  # also gloo's, of a collective of the user's own
 
 
 def steps_after(words: Sequence[Mapping[str, Any]]) -> int:
@@ -184,7 +184,7 @@ class ElasticTraining:
             self._begin()
         try:
             yield
-        except (CommunicationError, PeerAbortedError, dist.DistError) as error:
+        except Exception as error:
             if not is_loss(error):
                 raise
             logger.warning("%s; the step is taken again by those that are left", str(error).split(". ")[0])

@@ -42,6 +42,7 @@ class DistributedDataParallelBase(ModuleWrapper, ABC):
     State dicts have the names of the wrapped module, without a prefix of the wrapper's.
     """
 
+    @uncompiled
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{type(self).__name__} wraps an nn.Module, not {type(module).__name__}")

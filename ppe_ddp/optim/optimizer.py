@@ -100,6 +100,7 @@ class DistributedOptimizer(Optimizer):
 
     _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
 
+    @uncompiled
     def __init__(
         self,
         optimizer: Optimizer | type[Optimizer],
