@@ -482,13 +482,21 @@ def is_trial_step() -> bool:
     return frame is not None
 
 
+class _TrueForScaler:
+    """True in ``GradScaler.step()``; tools take an optimizer of which this is True for one that unscales gradients."""
+
+    def __bool__(self) -> bool:
+        caller = sys._getframe(1)
+        return caller.f_code.co_name == "step" and isinstance(caller.f_locals.get("self"), torch.amp.GradScaler)
+
+
 def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -> None:
     """Let ``optimizer.step()`` call only ``skipped`` if a ``GradScaler`` skips the step.
 
     A scaler looks at this rank's gradients, so one rank alone may skip a step, and not call ``step()``. It always calls
     ``step()`` of an optimizer that says that it skips by itself, as torch's fused ones do.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if getattr(optimizer, "_step_supports_amp_scaling", False) not in (None, False):
         return
     plain: Callable[..., Any] = optimizer.step
 
@@ -507,7 +515,7 @@ def tell_of_skipped_steps(optimizer: Optimizer, skipped: Callable[[], object]) -
         _give_scale(self, given)
         return result
 
-    vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=True)
+    vars(optimizer).update(step=MethodType(step, optimizer), _step_supports_amp_scaling=_TrueForScaler())
 
 
 @uncompiled  # as Dynamo does not carry such a change over a break of its graph

@@ -988,7 +988,7 @@ def test_another_mesh_of_as_many_ranks_is_as_another_number_of_ranks(tmp_path):
     assert torch.equal(torch.get_rng_state(), chance)
     assert [parts[name].count for name in ("same", "other")] == [3, rank]
     assert parts["model"].comm_state_dict()["parameters"] == {}
-    found = "the checkpoint was saved by 2 ranks, and here others average: .* nor other, whose states differ"
+    found = "the checkpoint was saved by 2 ranks on another mesh: .* nor other, whose states differ"
     assert [bool(re.match(found, text)) for text in texts] == [True] * (rank == 0)
 
 
@@ -1112,12 +1112,12 @@ def test_what_may_have_been_meant_is_told_where_nothing_is_found(tmp_path, caplo
     with caplog.at_level("WARNING", logger="ppe_ddp"):
         assert Checkpointer(tmp_path / "other", parts).load() is None  # the first start of another job
         assert Checkpointer(tmp_path / "runs", parts).load() is None
-        assert Checkpointer(tmp_path / "run", parts).load(3) is None
     run = tmp_path / "run"
     assert [record.getMessage() for record in caplog.records if record.name == "ppe_ddp"] == [
         f"nothing is loaded: {run}s has no checkpoint; there is one in {run}",
-        f"nothing is loaded: {run} has no checkpoint of step 3; there is one in {run} of step 4",
     ]
+    with pytest.raises(CheckpointError, match=r"run has no checkpoint of step 3: it has \[4\]"):
+        Checkpointer(tmp_path / "run", parts).load(3)
 
 
 DAMAGES = {"flipped": flip, "cut": lambda file: os.truncate(file, file.stat().st_size // 2), "gone": Path.unlink}

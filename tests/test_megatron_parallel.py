@@ -480,7 +480,8 @@ def test_all_parts_of_a_split_model_go_on_from_one_step(tmp_path):
     later = saved("killed", 1, 2, 3, 4, lost=[3, 4] * rank)  # the last three are kept
     assert later.load().step == 2
     assert model.module.weight.unique().tolist() == [2.0]
-    assert later.load(4) is None  # on both
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4"):  # on both
+        later.load(4)
     later.save(3)
     assert len(later.steps()) == 2, "those of which the other rank has none are removed"
     last = saved("killed", 3, lost=[] if rank else [3])

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 from collections import deque
 from contextlib import nullcontext, suppress
@@ -23,6 +24,7 @@ from ppe_ddp import (
     Checkpointer,
     DisagreementError,
     DistributedDataParallel,
+    NonFiniteGradientError,
     PeerAbortedError,
     UnusableError,
     average,
@@ -438,9 +440,11 @@ def test_after_an_outer_step_that_a_check_drops_each_rank_has_its_own_to_save():
     wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2), check_for_nan_in_grad="skip")
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     outer = LocalSGD(wrapper, optimizer, every=2)
-    for factor in (1.0, float("inf") if dist.get_rank() else 1.0):
+    for step in range(2):
         optimizer.zero_grad()
-        (factor * wrapper(data(4, 4, rank=dist.get_rank())).sum()).backward()
+        wrapper(data(4, 4, rank=dist.get_rank())).sum().backward()
+        if step and dist.get_rank():
+            nn.init.constant_(wrapper.module.bias, torch.inf)
         optimizer.step()
     assert not same_on_all_ranks(wrapper)
     assert outer.is_between
@@ -460,6 +464,28 @@ def test_what_an_outer_step_with_an_infinite_average_has_sent_of_others_is_not_k
         optimizer.step()
     kept = wrapper.comm_state_dict()["parameters"]["weight"]["residual"].view_as(weight)
     torch.testing.assert_close(weight - wrapper.module.weight + kept, 0.1 * (2 * weight + 1))
+
+
+@on_two_ranks
+def test_tools_unscale_gradients_before_they_clip_them():
+    """As Lightning and Fabric, which leave that to optimizers that say that they unscale by themselves."""
+    wrapper = DistributedDataParallel(seeded(mlp, 4, 8, 2))
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    outer, scaler = LocalSGD(wrapper, optimizer, every=3), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    norms = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = wrapper(data(4, 4, step=step)).square().sum()
+        own = torch.autograd.grad(loss, [*wrapper.parameters()], retain_graph=True)
+        scaler.scale(loss * (math.inf if step == 1 and dist.get_rank() else 1.0)).backward()
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(wrapper.parameters(), 0.5)))
+        assert math.isinf(norms[-1]) or norms[-1] == pytest.approx(float(nn.utils.get_total_norm(own)))
+        scaler.step(optimizer)  # rank 1 skips the second one, which counts
+        scaler.update()
+    assert not outer.is_between
+    assert same_on_all_ranks(wrapper)
 
 
 @pytest.mark.parametrize("kind", ["adam", "fused"])
@@ -772,6 +798,7 @@ def test_those_of_a_wrapper_that_is_no_longer_used_tell_how_to_end_them():
     ddp = SimpleNamespace(module=module, train_apart=lambda: None, _used=fail, _outer_steps=[], _negotiate=True)
     synchronizer = SimpleNamespace(handed_over=0, negotiation=SimpleNamespace(use_plug=lambda *_: None))
     groups = SimpleNamespace(world_size=2)
+    ddp._options = SimpleNamespace(check_for_nan_in_grad=False)
     ddp._reducer = SimpleNamespace(synchronizer=synchronizer, groups=groups, begin_step=lambda: None)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     LocalSGD(ddp, optimizer, every=1)
@@ -1029,6 +1056,37 @@ def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
         return list(net.parameters())
 
     assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))
+
+
+@pytest.mark.parametrize("check", [True, "skip"])
+@pytest.mark.parametrize("aborts", [False, True])
+@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@on_two_ranks
+def test_a_rank_with_nan_leaves_its_inner_step_out(check, aborts, method):
+    rank, twins, told = dist.get_rank(), [], 0
+    for bad in (None, 4):
+        net = seeded(mlp, 8, 16, 4)
+        wrapper = DistributedDataParallel(net, check_for_nan_in_grad=check)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        method(wrapper, optimizer, every=EVERY)
+        for step in range(4 * EVERY):
+            optimizer.zero_grad()
+            inputs = data(4, 8, rank=rank, step=step)
+            if rank == 0 and step == bad:
+                inputs[0, 0] = torch.nan
+            try:
+                wrapper(inputs).square().sum().backward()
+                if rank == 0 and step == 4 and bad is None:
+                    optimizer.zero_grad()  # the other twin leaves it out by hand
+                optimizer.step()
+            except NonFiniteGradientError:
+                told += 1
+                if aborts:
+                    wrapper.abort_grad_sync()
+        assert same_on_all_ranks(net)
+        twins.append(list(net.parameters()))
+    assert all(map(torch.equal, *twins))
+    assert told == (check is True and rank == 0)
 
 
 @on_two_ranks

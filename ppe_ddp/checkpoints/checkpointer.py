@@ -476,11 +476,11 @@ class Checkpointer:
             step: The step to load; None for the newest.
 
         Returns:
-            The step and the positions; None if there is no checkpoint.
+            The step and the positions; None if there is no checkpoint, and no ``step`` was given.
 
         Raises:
-            CheckpointError: On every rank: all checkpoints are damaged, or one does not fit the parts; then some parts
-                may have been loaded.
+            CheckpointError: On every rank: there is none of ``step``, all checkpoints are damaged, or one does not fit
+                the parts; then some parts may have been loaded.
             CommunicationError: A rank has left.
         """
         from ppe_ddp.checkpoints.checkpoint_files import metadata_of, read_entries
@@ -538,10 +538,10 @@ class Checkpointer:
         if self._ranks.is_source:
             differing = [part.name for part in parts if isinstance(part, CommonPart) and part.differs]
             logger.warning(
-                "the checkpoint was saved by %d ranks, and %s: random states, positions and what compressors "
-                "had not sent are not loaded%s; a model that was saved between two outer steps is averaged, and each "
-                "rank gets the inner optimizer of one rank",
-                *(saved_by, f"{size} load it" if (size := self._ranks.size) != saved_by else "here others average"),
+                "the checkpoint was saved by %d ranks%s: random states, positions and what compressors had not sent "
+                "are not loaded%s; a model that was saved between two outer steps is averaged, and each rank gets the "
+                "inner optimizer of one rank",
+                *(saved_by, f", and {size} load it" if (size := self._ranks.size) != saved_by else " on another mesh"),
                 f", nor {', '.join(differing)}, whose states differ between ranks" if differing else "",
             )
 
@@ -582,9 +582,9 @@ class Checkpointer:
             name, lowest, highest = self._of_all_parts(partial(self._intact, step, latest), _place_of)
             if lowest == highest:
                 return name
-            if latest is None and lowest[0] == 0 and (highest[0] == 1 or step is not None):
+            if latest is None and lowest[0] == 0 and highest[0] == 1 and step is None:
                 if self._ranks.is_source:
-                    logger.warning("nothing is loaded: not all parts of the model have a checkpoint%s", _of_step(step))
+                    logger.warning("nothing is loaded: not all parts of the model have a checkpoint")
                 return None
             if lowest[0] == 0 or lowest[0] == highest[0]:
                 raise CheckpointError(
@@ -620,12 +620,13 @@ class Checkpointer:
                 logger.warning("%s; going back to the checkpoint before", found[0])
         if damages:
             raise CheckpointError(f"no checkpoint in {self._folder.path} is whole: {'; '.join(damages)}")
-        others = [f"{self._folder.path} of step {one}" for _, _, one in listed] or self._folder.nearby()
-        if self._ranks.is_source and others and latest is None:
-            logger.warning(
-                "nothing is loaded: %s has no checkpoint%s; there is one in %s",
-                *(self._folder.path, _of_step(step), ", ".join(map(str, others))),
+        if step is not None and latest is None:
+            raise CheckpointError(
+                f"{self._folder.path} has no checkpoint of step {step}: it has {[one for *_, one in listed]}"
             )
+        if self._ranks.is_source and not listed and (others := self._folder.nearby()):
+            found_in = ", ".join(map(str, others))
+            logger.warning("nothing is loaded: %s has no checkpoint; there is one in %s", self._folder.path, found_in)
         return None
 
     def _loaded_parts(self, saved_by: int, saved: Metadata, *, is_same: bool) -> list[SavedPart]:

@@ -7,6 +7,7 @@ that no rank has changed costs nothing.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,12 +16,13 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ppe_ddp.engine.gradients import has_nonzero
+from ppe_ddp.engine.gradients import FiniteCheck, has_nonzero
 from ppe_ddp.engine.replicas import digest_of
-from ppe_ddp.errors import UnusableError
+from ppe_ddp.errors import NonFiniteGradientError, UnusableError
 from ppe_ddp.torch_internals import (
     IGNORED_NAMES,
     is_ignored,
@@ -31,6 +33,8 @@ from ppe_ddp.torch_internals import (
     version_of,
 )
 
+logger = logging.getLogger("ppe_ddp")
+
 
 class Synchronizing(Protocol):
     """The part of a wrapper that outer steps use."""
@@ -39,6 +43,7 @@ class Synchronizing(Protocol):
     _hooks: Any
     _module_state: Any
     _negotiate: bool
+    _options: Any
     _outer_steps: list[OuterSteps]
     _reducer: Any
 
@@ -90,7 +95,7 @@ class OuterSteps:
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_connected = ddp._reducer is not None
         self._is_stepping = False  # whether the optimizer is in a step, which may call a closure several times
-        self._has_failed = False  # whether the last call was an outer step that has failed
+        self._has_failed = False  # whether the last call has failed, in a step that was counted
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         self._all.add(self)
@@ -209,6 +214,33 @@ class OuterSteps:
         self._remember()
         self._restored.clear()
         self._is_stepping = of_optimizer
+        if of_optimizer and self._ddp._options.check_for_nan_in_grad:
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        """Leave the step out if this rank's gradients are not finite, as ``check_for_nan_in_grad`` asks.
+
+        The other ranks have gradients of their own, and take theirs. So it counts here as well.
+        """
+        own = {name: one for name, one in self._parameters().items() if one in self._updated()}
+        if FiniteCheck([*own]).is_fine_alone([*own.values()]):
+            return
+        bad = [name for name, one in own.items() if not FiniteCheck([name]).is_fine_alone([one])]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        text = f"rank {rank}: NaN or infinity in the gradients of {', '.join(bad[:5])}, in a step of this rank alone"
+        if self._ddp._options.check_for_nan_in_grad == "skip":
+            logger.warning("%s; it leaves that step out", text)
+            for parameter in own.values():
+                parameter.grad = None
+            return
+        for one in self._of_optimizer:
+            one._is_stepping = False
+        _count_all(self._of_optimizer)
+        for one in self._of_optimizer:
+            one._has_failed = True  # abort_grad_sync() counts it no more
+        error = NonFiniteGradientError(f"{text}, which counts: go on with the next one, or load a checkpoint")
+        error.job_rank = rank
+        raise error
 
     @torch.no_grad()
     def note_forward(self) -> None:
