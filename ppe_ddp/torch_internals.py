@@ -446,6 +446,12 @@ def exclude_from_compiling(owner: _Class) -> _Class:
     return owner
 
 
+@uncompiled
+def leave_out_of_graphs(kind: type[Tensor]) -> None:
+    """Let ``torch.compile`` end a graph before a tensor of the class ``kind``, which has no ``__torch_dispatch__``."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(kind)
+
+
 def is_in_compiled_autograd() -> bool:
     """Whether a compiled backward is running, which calls hooks after they were traced."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")  # takes two seconds to import

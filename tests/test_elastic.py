@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -256,6 +257,32 @@ def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):
         next(training.batches(length=20, batch_size=4, steps=6))
     with pytest.raises(ppe_ddp.UnusableError, match="pass ends=False"):
         train([])
+
+
+class Best:
+    """As of early stopping."""
+
+    loss = 1.0
+
+    def state_dict(self):
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
+
+
+def test_a_state_that_cannot_be_sent_is_refused_by_the_name_of_its_part(lone):
+    best, model = Best(), ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    training = elastic.ElasticTraining(lone, {"model": model, "best": best})
+    content, refusal = training._packed([])
+    assert not refusal
+    assert training._loaded(torch.frombuffer(bytearray(content), dtype=torch.uint8))["parts"]["best"] == {"loss": 1.0}
+    best.loss = np.mean([1.0])
+    content, refusal = training._packed([])
+    assert content.decode() == refusal
+    assert refusal.startswith(
+        "the state of part 'best', which a process that joins needs, cannot be sent: it is a dict"
+    )
 
 
 def test_who_differs_from_those_that_train_does_not_join(lone):

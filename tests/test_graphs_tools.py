@@ -284,6 +284,28 @@ def test_compile_a_whole_step_with_its_optimizer(make, step):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_two_ranks
+def test_compile_a_step_that_edits_averages(backend):
+    def step(wrapper, optimizer, x):
+        optimizer.zero_grad()
+        wrapper(x).sum().backward()
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = weight.grad * 0.5
+        optimizer.step()
+
+    found = []
+    for called in (step, torch.compile(step, backend=backend)):
+        torch._dynamo.reset()
+        wrapper = DistributedDataParallel(seeded(mlp, 4, 4, 2))
+        optimizer = DistributedOptimizer(torch.optim.SGD(wrapper.parameters(), lr=0.1), wrapper)
+        for k in range(2):
+            called(wrapper, optimizer, data(5, 4, step=k))
+        found.append([one.detach().clone() for one in wrapper.parameters()])
+    torch.testing.assert_close(*found)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("make", [plain, DistributedOptimizer])
 @on_two_ranks
 def test_compile_an_epoch_that_wraps_saves_loads_and_joins(tmp_path, make):

@@ -320,7 +320,6 @@ class Checkpointer:
             for part in self._of_rank:
                 entries.update(part.entries())
             entries[of_rank(self._ranks.rank, _POSITION)] = position
-            entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": self._averaging(), "split": []}
             if (count := int(operator.index(step))) < 0:
                 raise ValueError(f"step is how many steps were taken, not {count}")
             return [count, list(self._parts), [one.is_between for one in outer_steps]]
@@ -370,16 +369,19 @@ class Checkpointer:
         return highest
 
     def _add_differing(self, entries: dict[str, Any], digests: Mapping[str, Sequence[int]]) -> None:
-        """Add the entries that differ between ranks; ``digests`` are this rank's, by entry."""
-        if len(set(self._ranks.from_each(lambda: fingerprint([repr(sorted(digests.items()))]).hex()))) > 1:
-            everyone, averaging = self._ranks.from_each(lambda: digests), self._ranks.from_each(self._averaging)
+        """Add the entries that differ between ranks, and with whom this one averages; ``digests`` are its, by entry."""
+        split: list[str] = []
+        found = self._ranks.from_each(lambda: [self._averaging(), fingerprint([repr(sorted(digests.items()))]).hex()])
+        averaging = [one for one, _ in found]
+        if len({digest for _, digest in found}) > 1:
+            everyone = self._ranks.from_each(lambda: digests)
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
             parameters = {
                 name: [f"{name}.{one}" for one, _ in wrapper.module.named_parameters()]
                 for name, wrapper in self._wrappers.items()
             }
             split = split_wrappers(parameters, everyone, averaging)
-            entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": averaging[self._ranks.rank], "split": split}
+        entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": averaging[self._ranks.rank], "split": split}
 
     def _averaging(self) -> dict[str, list[list[int]]]:
         """The ranks with which each wrapper averages here, once it has met them, by their numbers in this group."""

@@ -32,6 +32,7 @@ from torch.serialization import default_restore_location
 
 from ppe_ddp.backends.collective_arguments import as_bytes
 from ppe_ddp.backends.group_internals import count_groups_anew, default_group
+from ppe_ddp.backends.json_collectives import dump_plain
 from ppe_ddp.backends.rank_store import ConnectingStore, Meeting, WrittenKeys
 from ppe_ddp.checkpoints.checkpointer import random_states, set_random_states
 from ppe_ddp.ddp import DistributedDataParallel
@@ -422,18 +423,19 @@ class ElasticTraining:
         source = committed.index(max(committed))
         if min(committed) >= 0:
             return
-        buffer, large = io.BytesIO(), list[Tensor]()
+        sent, refusal, large = b"", "", list[Tensor]()
         if quorum.rank == source:
-            parts = {name: part.state_dict() for name, part in self._parts.items()}
-            buffers = self._transient_buffers()
-            state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
-            torch.save(mapped(functools.partial(_take_large, large), state), buffer)
-        length = torch.tensor([buffer.tell()], device="cpu")
+            sent, refusal = self._packed(large)
+        length = torch.tensor([len(sent), bool(refusal)], device="cpu")
         self._broadcast(length, source)
-        content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        content = torch.empty(int(length[0]), dtype=torch.uint8, device="cpu")
         if quorum.rank == source:
-            content = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            content = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         self._broadcast(content, source)
+        if length[1]:
+            if committed[quorum.rank] < 0:
+                raise UnusableError(f"{self._membership.name}: {content.numpy().tobytes().decode()}")
+            return
         if quorum.rank == source:
             for tensor in large:
                 for piece in _pieces_of(tensor.detach().cpu().contiguous()):
@@ -462,6 +464,23 @@ class ElasticTraining:
             self._memory.take(state["memory"])
             drawn = {kind: state["random"][kind] for kind in drawn_alike(quorum.words)}
             set_random_states(random_states() | drawn)
+
+    def _packed(self, large: list[Tensor]) -> tuple[bytes, str]:
+        """The state to send, less the ``large`` tensors, which go by themselves; or a text if it cannot be loaded."""
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        buffers = self._transient_buffers()
+        state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
+        try:
+            return dump_plain(mapped(functools.partial(_take_large, large), state)), ""
+        except TypeError:
+            for name, part in parts.items():
+                try:
+                    dump_plain(part)
+                except TypeError as error:
+                    text = f"the state of part {name!r}, which a process that joins needs, cannot be sent: {error}"
+                    logger.warning("%s: %s", self._membership.name, text)
+                    return text.encode(), text
+            raise
 
     def _loaded(self, content: Tensor) -> Any:
         """Load what another rank has saved, onto the device that this rank has in place of that one's."""

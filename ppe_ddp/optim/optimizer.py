@@ -28,7 +28,7 @@ from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAborte
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.optim.scale_check import ScaleCheck, SharedScaleCheck
-from ppe_ddp.torch_internals import state_hooks, uncompiled
+from ppe_ddp.torch_internals import leave_out_of_graphs, state_hooks, uncompiled
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -143,6 +143,7 @@ class DistributedOptimizer(Optimizer):
         self._gather = ParameterGather([self._model])
         self._overlaps = overlap
         self._everyone.add(self)
+        leave_out_of_graphs(SharedScaleCheck)
         if overlap and modules is not None:
             self._gather.watch(modules)
         # Initializes the base class without groups of its own, as unpickling an optimizer does.
