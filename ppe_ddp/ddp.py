@@ -45,7 +45,7 @@ from ppe_ddp.module_wrapper import ModuleWrapper
 from ppe_ddp.nested_tensors import Inputs
 from ppe_ddp.options import IgnoredByUs, Options, check_arguments, check_ignored
 from ppe_ddp.stragglers import RankTime
-from ppe_ddp.torch_internals import call_uncompiled, is_in_join, uncompiled
+from ppe_ddp.torch_internals import call_uncompiled, is_in_join, outside_inference, uncompiled
 
 
 class DistributedDataParallel(ModuleWrapper, Joinable):
@@ -180,7 +180,7 @@ class DistributedDataParallel(ModuleWrapper, Joinable):
         if self._options.where_used:
             self._options.check_kept(name for name, numel in numels.items() if compressor.has_residual(name, numel))
 
-    @uncompiled
+    @outside_inference
     def _start(self, *, synchronize: bool) -> None:
         """Make the engine. All ranks of the group call this together."""
         parent, shares = self._group.group(), self._options.shared_memory

@@ -18,7 +18,7 @@ from ppe_ddp.engine.reducer import Reducer
 from ppe_ddp.engine.synchronizer import BucketSynchronizer
 from ppe_ddp.errors import CommunicationError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.functions import broadcast
-from ppe_ddp.torch_internals import uncompiled
+from ppe_ddp.torch_internals import uncompiled_hook
 
 
 def _announce(groups: Groups) -> None:
@@ -58,7 +58,7 @@ class DdpJoinHook(JoinHook):
     is to synchronize. ``reducer`` is None if torch.distributed is not initialized; then it does nothing.
     """
 
-    @uncompiled
+    @uncompiled_hook
     def __init__(
         self,
         reducer: Reducer[BucketSynchronizer] | None,
@@ -94,7 +94,7 @@ class DdpJoinHook(JoinHook):
         if reducer is not None and reducer.synchronizer.announce is self._announce:
             leave_join(reducer.synchronizer)
 
-    @uncompiled
+    @uncompiled_hook
     def main_hook(self) -> None:
         """Take part in all synchronizations of the other ranks from now on, any number for each forward."""
         if self._listening is not None:
@@ -129,7 +129,7 @@ class DdpJoinHook(JoinHook):
                 if told.step is not None and told.step > reducer.groups.step:
                     reducer.groups.step += 1  # the failed step, which was not announced here
 
-    @uncompiled
+    @uncompiled_hook
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the module's state from a rank that has trained to the end."""
         if self._listening is not None:

@@ -400,8 +400,9 @@ def is_marked_ignored(tensor: Tensor) -> bool:
 def outside_inference(function: _Function) -> _Function:
     """Run ``function`` outside of ``torch.inference_mode()``: what is allocated in it cannot be written later on.
 
-    Grad mode stays off, which leaving the inference mode would turn on.
+    Grad mode stays off, which leaving the inference mode would turn on. The function is not compiled.
     """
+    uncompiled_hook(function)
 
     @wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:

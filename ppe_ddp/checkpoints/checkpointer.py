@@ -42,7 +42,7 @@ from ppe_ddp.engine.replicas import ranks_of
 from ppe_ddp.engine.zero.shards import Copies
 from ppe_ddp.errors import CheckpointError, CommunicationError, DisagreementError
 from ppe_ddp.optim import DistributedOptimizer
-from ppe_ddp.torch_internals import before_compiling, uncompiled
+from ppe_ddp.torch_internals import before_compiling, uncompiled_hook
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -242,7 +242,7 @@ class Checkpointer:
         ValueError: A name has dots, ``keep`` is not positive, or the ranks have different parts of one split model.
     """
 
-    @uncompiled
+    @uncompiled_hook
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -288,7 +288,7 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ saving
 
-    @uncompiled
+    @uncompiled_hook
     def save(self, step: int, *, position: Any = None) -> Path:
         """Save everything, between two steps; all ranks call it together. Gradients are not saved.
 
@@ -465,7 +465,7 @@ class Checkpointer:
         """The steps of the complete checkpoints that this rank sees in the folder, the oldest first."""
         return [name.step for name in self._folder.complete()]
 
-    @uncompiled
+    @uncompiled_hook
     def load(self, step: int | None = None) -> Restored | None:
         """Load the newest checkpoint that is not damaged; all ranks call it together.
 

@@ -45,7 +45,7 @@ from ppe_ddp.errors import CommunicationError, DisagreementError, PeerAbortedErr
 from ppe_ddp.functions import name_of
 from ppe_ddp.nested_tensors import mapped
 from ppe_ddp.optim.optimizer import DistributedOptimizer
-from ppe_ddp.torch_internals import uncompiled, without_torch_function
+from ppe_ddp.torch_internals import uncompiled_hook, without_torch_function
 from ppe_ddp.waiting import paced, probe
 
 logger = logging.getLogger("ppe_ddp")
@@ -210,7 +210,7 @@ class ElasticTraining:
                 "does at its end: pass ends=False to all batches() but the last"
             )
 
-    @uncompiled
+    @uncompiled_hook
     def _begin(self) -> None:
         """Meet between two steps, unless a quorum is there already, and connect."""
         is_whole, self._is_asked = self._is_asked, False
@@ -229,7 +229,7 @@ class ElasticTraining:
                     raise
                 self._void(error)
 
-    @uncompiled
+    @uncompiled_hook
     def _again(self) -> None:
         """Average the gradients in ``.grad`` over the remaining ranks."""
         while True:
@@ -537,7 +537,7 @@ class ElasticTraining:
         self._slots = {name: rank for rank, name in enumerate(self.names)}
         self._given_at = None
 
-    @uncompiled
+    @uncompiled_hook
     def end(self) -> None:
         """Leave when the training is over; all ranks call this, once. :meth:`batches` calls it at its end."""
         self._has_ended = True

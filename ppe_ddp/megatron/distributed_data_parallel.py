@@ -31,7 +31,7 @@ from ppe_ddp.megatron.config import DEFAULT_BUCKET_SIZE, DistributedDataParallel
 from ppe_ddp.megatron.parallel_groups import ParallelGroups
 from ppe_ddp.megatron.sharded_buffers import ShardedBuffers
 from ppe_ddp.module_wrapper import ModuleWrapper
-from ppe_ddp.torch_internals import uncompiled
+from ppe_ddp.torch_internals import uncompiled, uncompiled_hook
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -42,7 +42,7 @@ class DistributedDataParallelBase(ModuleWrapper, ABC):
     State dicts have the names of the wrapped module, without a prefix of the wrapper's.
     """
 
-    @uncompiled
+    @uncompiled_hook
     def __init__(self, module: nn.Module) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{type(self).__name__} wraps an nn.Module, not {type(module).__name__}")

@@ -28,7 +28,7 @@ from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAborte
 from ppe_ddp.optim import optimizer_state
 from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
 from ppe_ddp.optim.scale_check import ScaleCheck, SharedScaleCheck
-from ppe_ddp.torch_internals import leave_out_of_graphs, state_hooks, uncompiled
+from ppe_ddp.torch_internals import leave_out_of_graphs, state_hooks, uncompiled, uncompiled_hook
 
 logger = logging.getLogger("ppe_ddp")
 
@@ -100,7 +100,7 @@ class DistributedOptimizer(Optimizer):
 
     _everyone: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
 
-    @uncompiled
+    @uncompiled_hook
     def __init__(
         self,
         optimizer: Optimizer | type[Optimizer],
@@ -143,7 +143,6 @@ class DistributedOptimizer(Optimizer):
         self._gather = ParameterGather([self._model])
         self._overlaps = overlap
         self._everyone.add(self)
-        leave_out_of_graphs(SharedScaleCheck)
         if overlap and modules is not None:
             self._gather.watch(modules)
         # Initializes the base class without groups of its own, as unpickling an optimizer does.
@@ -270,6 +269,7 @@ class DistributedOptimizer(Optimizer):
     @uncompiled
     def _share_inf_checks(self) -> None:
         """Make one gradient of each device and dtype a SharedScaleCheck; the scaler makes one call for each kind."""
+        leave_out_of_graphs(SharedScaleCheck)
         kinds: dict[tuple[torch.device, torch.dtype], MasterWeight] = {}
         updated = optimizer_state.in_groups(self._masters, self._inner)  # the scaler looks at no others
         for master in updated:
