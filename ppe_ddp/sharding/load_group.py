@@ -110,13 +110,15 @@ class LoadGroup:
                 self._processes.failures.check_lost()  # else one rank that knows it would leave the others waiting
             return call()
         except RuntimeError as error:
+            advice = "Every rank must call it; look for the first traceback of all ranks."
+            if self._has_failed:
+                advice = "A call before has failed, which closes a process group of torch: start the job anew."
             self._has_failed = True
             instead = None if self._processes is None else self._processes.explained(error)
             if instead is not None:
                 raise instead from error
             raise CommunicationError(
-                f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. "
-                "Every rank must call it; look for the first traceback of all ranks."
+                f"rank {self.rank} of {self.size}: the ranks of a checkpoint lost each other: {error}. {advice}"
             ) from error
 
 
