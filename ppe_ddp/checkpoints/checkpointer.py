@@ -398,7 +398,7 @@ class Checkpointer:
         Else ranks that have copies of one another may have had different things. Wrappers that were made before
         torch.distributed meet here, if they had met as they were saved: all get what rank 0 has then.
         """
-        entry = of_rank(self._ranks.rank % saved_by, _MESH)
+        entry = of_rank(self._ranks.rank % max(saved_by, 1), _MESH)
         targets: dict[str, Any] = {entry: None} if entry in saved.state_dict_metadata else {}
         read(targets)
         mesh: dict[str, Any] = targets.get(entry) or {"averaging": {}, "split": []}
