@@ -44,7 +44,8 @@ class CommunicationError(PpeDdpError):
     Attributes:
         ranks: The ranks that have died, have left, are stopped or have not come; None if nobody has looked for them.
         step: The step in which the first of them was seen last, by the engine's count; None if it is not known.
-        phase: The last that this rank did in the step; empty if it is not known.
+        phase: The last that this rank did in the step, or what others have given up if ``is_late``; empty if it is not
+            known.
         reason: The error with which it has left, in one line; empty if it has none or it is not known.
         job_ranks: Their ranks in the job, None for one that is not known.
         job_rank: One of these, of a rank that does not come any more if there is one.

@@ -992,21 +992,30 @@ def test_another_mesh_of_as_many_ranks_is_as_another_number_of_ranks(tmp_path):
     assert [bool(re.match(found, text)) for text in texts] == [True] * (rank == 0)
 
 
+@pytest.mark.parametrize("outer", [False, True])
 @on_four_ranks
-def test_stages_under_the_same_names_are_not_mixed_on_another_mesh(tmp_path):
+def test_stages_under_the_same_names_are_not_mixed_on_another_mesh(tmp_path, outer):
     rank = dist.get_rank()
     pairs = [[dist.new_group(pair) for pair in pairs] for pairs in ([(0, 1), (2, 3)], [(0, 2), (1, 3)])]
 
     def made(stage, group):
         torch.manual_seed(stage)
-        return {"model": DistributedDataParallel(nn.Linear(3, 3), process_group=group)}
+        model = DistributedDataParallel(nn.Linear(3, 3), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        more = {"optimizer": optimizer, "outer": LocalSGD(model, optimizer, every=3)} if outer else {}
+        if outer and stage != 7:  # between two outer steps
+            model(data(2, 3, rank=rank)).square().sum().backward()
+            optimizer.step()
+        return {"model": model, **more}
 
     parts, again = made(rank // 2, pairs[0][rank // 2]), made(7, pairs[0][rank // 2])
     Checkpointer(tmp_path, parts).save(1)
     Checkpointer(tmp_path, again).load()
     assert all(map(torch.equal, again["model"].parameters(), parts["model"].parameters()))
     again = made(rank % 2, pairs[1][rank % 2])
-    with pytest.raises(CheckpointError, match="'model' in the checkpoint is another part of a model for each group"):
+    with pytest.raises(
+        CheckpointError, match=r"'(model|outer)' in the checkpoint is another part of a model for each group"
+    ):
         Checkpointer(tmp_path, again).load()
     alone = [dist.new_group([one]) for one in range(4)][rank]
     with pytest.raises(CheckpointError, match="save by a Checkpointer for each part"):

@@ -259,6 +259,16 @@ def test_loops_that_follow_one_another_take_each_row_once(lone, tmp_path):
         train([])
 
 
+def test_an_error_of_gloo_is_raised_where_nobody_has_left(lone):
+    model = ppe_ddp.DistributedDataParallel(torch.nn.Linear(8, 1))
+    training = elastic.ElasticTraining(lone, {"model": model})
+    with pytest.raises(RuntimeError, match="preamble"), training.step():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes")
+    with training.step():
+        model(torch.ones(1, 8)).sum().backward()
+    assert training.committed == 1
+
+
 class Best:
     """As of early stopping."""
 

@@ -1,5 +1,6 @@
 """Checkpoints of a distributed optimizer: each parameter keeps its own state, and all ranks load or none does."""
 
+import contextlib
 import copy
 import io
 import re
@@ -465,9 +466,26 @@ def come_too_late(wrapper, calls, late):
 @pytest.mark.parametrize(("wrapper", "call"), [("plain", "load"), ("megatron", "save"), ("plain", "compare")])
 @on_two_ranks
 def test_who_came_too_late_for_a_call_raises_and_the_next_one_works(wrapper, call, then):
+    come_too_late_for_a_call(wrapper, call, then, late=[0])
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "call", "then", "fails"), [("plain", "compare", "again", False), ("megatron", "load", "a step", True)]
+)
+@on_three_ranks
+def test_two_who_came_too_late_for_a_call_raise_and_the_next_one_works(wrapper, call, then, fails):
+    come_too_late_for_a_call(wrapper, call, then, late=[0, 1], fails=fails)
+
+
+def come_too_late_for_a_call(wrapper, call, then, late, *, fails=False):
     model, optimizer = two_heads(wrapper, torch.optim.AdamW)
     train(model, optimizer, [0])
     state = copy.deepcopy(optimizer.state_dict())
+    if fails:  # a step before
+        model.abort_grad_sync() if dist.get_rank() == 1 else None
+        with pytest.raises(PeerAbortedError) if dist.get_rank() != 1 else contextlib.nullcontext():
+            None if dist.get_rank() == 1 else train(model, optimizer, [0])
+        optimizer.zero_grad()
 
     def make_the_call():
         if call == "compare":
@@ -477,9 +495,9 @@ def test_who_came_too_late_for_a_call_raises_and_the_next_one_works(wrapper, cal
         else:
             optimizer.load_state_dict(state)
 
-    is_late = dist.get_rank() == 0
+    is_late = dist.get_rank() in late
     if is_late:
-        dist.barrier()  # until the other rank has given the call up
+        dist.barrier()  # until the last rank has given the call up
     else:
         shorten_timeout(model, 1)
     with pytest.raises(CommunicationError) as caught:

@@ -1058,35 +1058,48 @@ def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
     assert all(map(torch.equal, run(evaluates=False), run(evaluates=True)))
 
 
-@pytest.mark.parametrize("check", [True, "skip"])
-@pytest.mark.parametrize("aborts", [False, True])
-@pytest.mark.parametrize("method", [LocalSGD, DiLoCo])
+@pytest.mark.parametrize(
+    ("how", "check", "aborts", "method"),
+    [
+        *(("loop", True, True, DiLoCo), ("loop", True, False, LocalSGD), ("loop", "skip", False, DiLoCo)),
+        *(("closure", True, True, LocalSGD), ("closure", "skip", False, LocalSGD)),
+        *(("two optimizers", True, False, DiLoCo), ("two optimizers", "skip", False, LocalSGD)),
+    ],
+)
 @on_two_ranks
-def test_a_rank_with_nan_leaves_its_inner_step_out(check, aborts, method):
+def test_a_rank_with_nan_leaves_its_inner_step_out(how, check, aborts, method):
     rank, twins, told = dist.get_rank(), [], 0
     for bad in (None, 4):
         net = seeded(mlp, 8, 16, 4)
         wrapper = DistributedDataParallel(net, check_for_nan_in_grad=check)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        method(wrapper, optimizer, every=EVERY)
-        for step in range(4 * EVERY):
-            optimizer.zero_grad()
+        layers = [net[0], net[2]] if how == "two optimizers" else [net]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
+        method(wrapper, optimizers[-1], every=EVERY)
+
+        def backward(step, bad=bad, wrapper=wrapper):
+            wrapper.zero_grad()
             inputs = data(4, 8, rank=rank, step=step)
             if rank == 0 and step == bad:
                 inputs[0, 0] = torch.nan
-            try:
-                wrapper(inputs).square().sum().backward()
-                if rank == 0 and step == 4 and bad is None:
-                    optimizer.zero_grad()  # the other twin leaves it out by hand
-                optimizer.step()
-            except NonFiniteGradientError:
-                told += 1
-                if aborts:
-                    wrapper.abort_grad_sync()
+            wrapper(inputs).square().sum().backward()
+            if rank == 0 and step == 4 and bad is None:
+                wrapper.zero_grad()  # the other twin leaves it out by hand
+
+        for step in range(4 * EVERY):
+            closure = partial(backward, step) if how == "closure" else None
+            if closure is None:
+                backward(step)
+            for optimizer in optimizers:
+                try:
+                    optimizer.step(closure)
+                except NonFiniteGradientError:
+                    told += 1
+                    if aborts:
+                        wrapper.abort_grad_sync()
         assert same_on_all_ranks(net)
         twins.append(list(net.parameters()))
     assert all(map(torch.equal, *twins))
-    assert told == (check is True and rank == 0)
+    assert told == (len(optimizers) if check is True and rank == 0 else 0)
 
 
 @on_two_ranks

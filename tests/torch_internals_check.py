@@ -479,6 +479,15 @@ def try_tell_of_skipped_steps():
     return "step" not in vars(fused) and told == [True, True] and skipped == [1] and weight.item() == 0.5
 
 
+def try_leave_out_of_graphs():  # that Dynamo asks for it is seen by compiling, in test_graphs_tools.py
+    kind = type("Kind", (torch.Tensor,), {})
+    internals.leave_out_of_graphs(kind)
+    kinds = torch._dynamo.config.nontraceable_tensor_subclasses
+    is_there = kind in kinds
+    kinds.discard(kind)
+    return is_there
+
+
 def try_uncompiled_hook():
     def hook():
         return 1

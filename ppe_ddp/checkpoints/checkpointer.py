@@ -85,7 +85,8 @@ class Restored:
 
     Attributes:
         step: The step that was passed to ``save()``.
-        position: The position that this rank passed; None if another number of ranks saved the checkpoint.
+        position: The position that this rank passed; None if another number of ranks saved the checkpoint, or as many
+            on another mesh.
         positions: The positions of all ranks that saved it.
     """
 
@@ -119,8 +120,9 @@ def _averaging_groups(wrapper: Any) -> list[ProcessGroup]:
     return [one for one in (groups.data or default_group(), groups.expert) if one is not None]
 
 
-def _meet(wrapper: Any) -> None:
-    wrapper._ready()
+def _meet(wrapper: Any, *, has_met: bool) -> None:
+    if has_met and has_no_engine(wrapper):
+        wrapper._ready()
 
 
 def _communication(rank: int, name: str) -> str:
@@ -377,16 +379,25 @@ class Checkpointer:
             everyone = self._ranks.from_each(lambda: digests)
             self._ranks.from_each(lambda: self._differing.add_to(entries, everyone))
             parameters = {
-                name: [f"{name}.{one}" for one, _ in wrapper.module.named_parameters()]
-                for name, wrapper in self._wrappers.items()
+                name: [
+                    before_compiling(f"{name}.{last}{one}")
+                    for last in ("", "last.")
+                    for one, _ in wrapper.module.named_parameters()
+                ]
+                for name, wrapper in self._averaged().items()  # ``last`` of outer steps
             }
-            split = split_wrappers(parameters, everyone, averaging)
+            plain = [{before_compiling(entry): digest for entry, digest in one.items()} for one in everyone]
+            split = split_wrappers(parameters, plain, averaging)
         entries[of_rank(self._ranks.rank, _MESH)] = {"averaging": averaging[self._ranks.rank], "split": split}
+
+    def _averaged(self) -> dict[str, Any]:
+        """The wrappers, and under the names of outer steps those that these average, by name."""
+        return self._wrappers | {name: one._ddp for name, one in self._given.items() if isinstance(one, OuterSteps)}
 
     def _averaging(self) -> dict[str, list[list[int]]]:
         """The ranks with which each wrapper averages here, once it has met them, by their numbers in this group."""
         number = {rank: here for here, rank in enumerate(self._ranks.ranks)}
-        met = {name: one for name, one in self._wrappers.items() if not has_no_engine(one)}
+        met = {name: one for name, one in self._averaged().items() if not has_no_engine(one)}
         return {
             name: [sorted(number.get(rank, -1) for rank in ranks_of(group)) for group in _averaging_groups(wrapper)]
             for name, wrapper in met.items()
@@ -403,11 +414,8 @@ class Checkpointer:
         read(targets)
         mesh: dict[str, Any] = targets.get(entry) or {"averaging": {}, "split": []}
         before: dict[str, Any] = mesh["averaging"]
-        wrappers = [one for name, one in self._wrappers.items() if name in before]  # a copy of one has not met others
-        outer_steps = [what for what in self._given.values() if isinstance(what, OuterSteps)]
-        for wrapper in dict.fromkeys([*wrappers, *(one._ddp for one in outer_steps)]):
-            if has_no_engine(wrapper):
-                self._ranks.from_each(partial(_meet, wrapper))
+        for name, wrapper in self._averaged().items():
+            self._ranks.from_each(partial(_meet, wrapper, has_met=name in before))  # a copy of one has not met others
 
         def is_same() -> bool:
             here = self._averaging()

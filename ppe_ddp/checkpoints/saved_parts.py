@@ -47,7 +47,7 @@ class SavedPart:
     ``tables`` are the nested dictionaries in its state dict, each with the number of keys that lead to a value.
     """
 
-    is_of_rank = False  # saved by each rank, and loaded only by as many ranks
+    is_of_rank = False  # saved by each rank, and loaded only by as many ranks on the same mesh
 
     def __init__(self, name: str, what: Any, tables: Mapping[str, int] | None = None) -> None:
         self.prefix = f"{name}."
@@ -189,7 +189,7 @@ class RankPart(SavedPart):
 
 
 class CommonPart(SavedPart):
-    """State that each rank has saved by itself; another number of ranks loads it if it was the same on all."""
+    """State that each rank has saved by itself; another number of ranks, or mesh, loads it if all had the same."""
 
     differs = False
 

@@ -281,7 +281,7 @@ class CommState:
 def _note_gradients(begun: set[int], optimizer: Optimizer, *_: object) -> None:
     """A hook before a step, which notes parameters with gradients. Megatron's wrapper leaves ``.grad`` None."""
     if not is_trial_step():
-        own = _parameters_of(optimizer)
+        own = parameters_of(optimizer)
         begun.update(id(one) for one in own if one.grad is not None or hasattr(one, "main_grad"))
 
 
@@ -293,7 +293,7 @@ def _note_step(updated: set[int], begun: set[int], optimizer: Optimizer, *_: obj
     """
     if not (getattr(optimizer, "found_inf", None) or is_trial_step()):
         _note_gradients(begun, optimizer)  # those that the step's closure has computed
-        updated.update(begun.intersection(map(id, _parameters_of(optimizer))))
+        updated.update(begun.intersection(map(id, parameters_of(optimizer))))
 
 
 def _remove(hooks: Iterable[RemovableHandle]) -> None:
@@ -301,7 +301,7 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Sequence[Tensor]:
     """The parameters that ``optimizer`` updates; the groups of a DistributedOptimizer have master weights instead."""
     parameters: Sequence[Tensor] | None = getattr(optimizer, "model_parameters", None)
     return [one for group in optimizer.param_groups for one in group["params"]] if parameters is None else parameters

@@ -7,6 +7,7 @@ that no rank has changed costs nothing.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -18,8 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ppe_ddp.compression.comm_state import parameters_of
+from ppe_ddp.compression.loaded_parameters import LoadedParameters
 from ppe_ddp.engine.gradients import FiniteCheck, has_nonzero
 from ppe_ddp.engine.replicas import digest_of
 from ppe_ddp.errors import NonFiniteGradientError, UnusableError
@@ -57,7 +61,8 @@ class OuterSteps:
 
     Backwards of ``ddp`` are not synchronized any more, and parameters are no longer compared (``check_drift``). All
     ranks must make it together, with the same arguments, and run the same number of inner steps; a step that a
-    ``GradScaler`` skips counts, and so does one that a rank leaves out by ``abort_grad_sync()``. ``.grad`` of the
+    ``GradScaler`` skips counts, and so does one that a rank leaves out by ``abort_grad_sync()``, or because of NaN with
+    ``check_for_nan_in_grad``, by which each rank looks at its own gradients in the step. ``.grad`` of the
     optimizer's parameters is None after an outer step. Parameters that are unfrozen, added or replaced are averaged
     from then on; new ones must be the same on all ranks. One that has always been frozen is not averaged: if the
     program changes it itself (the mean teacher of BYOL or DINO), each rank keeps its own. If ``load_state_dict()``
@@ -86,7 +91,7 @@ class OuterSteps:
         self._velocity: dict[str, Tensor] = {}
         self._averages: dict[str, Tensor] = {}
         self._next: tuple[str, Tensor, Tensor | None] | None = None
-        self._loaded = _LoadedParameters()
+        self._loaded = LoadedParameters()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._listed: object = None  # the wrapper's list of parameters in its last forward
         # Since the last step that was counted: forwards, and how often parameters were found changed between two.
@@ -107,6 +112,9 @@ class OuterSteps:
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step(of_optimizer=True)),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
+        if ddp._options.check_for_nan_in_grad:
+            self._handles.append(register_optimizer_step_pre_hook(partial(_look, weakref.ref(self))))
+            weakref.finalize(self, self._handles[-1].remove)
         self._remember()
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
@@ -214,31 +222,57 @@ class OuterSteps:
         self._remember()
         self._restored.clear()
         self._is_stepping = of_optimizer
-        if of_optimizer and self._ddp._options.check_for_nan_in_grad:
-            self._check_finite()
 
-    def _check_finite(self) -> None:
-        """Leave the step out if this rank's gradients are not finite, as ``check_for_nan_in_grad`` asks.
+    @uncompiled
+    def _look(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A hook before ``step()`` of any optimizer: leave it out if this rank's gradients are not finite.
 
-        The other ranks have gradients of their own, and take theirs. So it counts here as well.
+        Gradients that a closure computes are looked at behind it.
         """
-        own = {name: one for name, one in self._parameters().items() if one in self._updated()}
+        updated = set(parameters_of(optimizer))
+        own = {name: one for name, one in self._parameters().items() if one in updated}
+        # A fused optimizer skips by itself where a GradScaler has found inf.
+        if not own or is_trial_step() or hasattr(optimizer, "found_inf"):
+            return None
+        given = arguments[1] if arguments[1:] else keywords.get("closure")
+        if not callable(given):
+            self._check_finite(optimizer, own)
+            return None
+        calls = itertools.count()
+
+        def closure() -> Any:
+            loss = given()
+            if next(calls) == 0:  # the others are of a search (LBFGS)
+                self._check_finite(optimizer, own)
+            return loss
+
+        if arguments[1:]:
+            return (arguments[0], closure, *arguments[2:]), keywords
+        return arguments, keywords | {"closure": closure}
+
+    def _check_finite(self, optimizer: Optimizer, own: Mapping[str, nn.Parameter]) -> None:
+        """See ``check_for_nan_in_grad``. The other ranks take their steps, so that of this one counts here as well."""
         if FiniteCheck([*own]).is_fine_alone([*own.values()]):
             return
         bad = [name for name, one in own.items() if not FiniteCheck([name]).is_fine_alone([one])]
         rank = dist.get_rank() if dist.is_initialized() else 0
         text = f"rank {rank}: NaN or infinity in the gradients of {', '.join(bad[:5])}, in a step of this rank alone"
+        for parameter in own.values():
+            parameter.grad = None
         if self._ddp._options.check_for_nan_in_grad == "skip":
             logger.warning("%s; it leaves that step out", text)
-            for parameter in own.values():
-                parameter.grad = None
             return
-        for one in self._of_optimizer:
-            one._is_stepping = False
-        _count_all(self._of_optimizer)
-        for one in self._of_optimizer:
-            one._has_failed = True  # abort_grad_sync() counts it no more
-        error = NonFiniteGradientError(f"{text}, which counts: go on with the next one, or load a checkpoint")
+        advice = "take the steps of the other optimizers all the same, or call abort_grad_sync() to leave them out, too"
+        if optimizer is self._optimizer:
+            advice = "it counts, so go on with the next one"
+            for one in self._of_optimizer:
+                one._is_stepping = False
+            _count_all(self._of_optimizer)
+            for one in self._of_optimizer:
+                one._has_failed = True  # abort_grad_sync() counts it no more
+        error = NonFiniteGradientError(f"{text}: {advice}")
         error.job_rank = rank
         raise error
 
@@ -520,13 +554,15 @@ class OuterSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
-        self._remember(with_loaded=self.module.training)  # what is loaded in eval() may be so for an evaluation only
-        names = self._parameters().keys()
-        return {
-            "steps": self._steps,
-            "last": {name: value.clone() for name, (_, value) in self._last.items() if name in names},
-            "velocity": {name: value.clone() for name, value in self._velocity.items() if name in names},
-        }
+        self._remember(with_loaded=False)  # what is loaded may be so for an evaluation only
+        last, parameters = {}, self._parameters()
+        may_be_loaded = self.module.training or not self.is_between
+        for name, (parameter, value) in self._last.items():
+            if name in parameters:
+                is_loaded = may_be_loaded and name not in self._restored and self._loaded.has(parameter)
+                last[name] = (parameter.detach() if is_loaded else value).clone()  # as in the module beside it
+        velocity = {name: value.clone() for name, value in self._velocity.items() if name in parameters}
+        return {"steps": self._steps, "last": last, "velocity": velocity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict`; the current parameters of each rank are loaded separately."""
@@ -549,6 +585,10 @@ class OuterSteps:
     def end_loading(self, loaded: Collection[nn.Parameter]) -> None:
         """Note that ``loaded`` are those that belong to a loaded state: what is loaded into them now is another."""
         self._restored.difference_update(name for name, one in self._parameters().items() if one in loaded)
+
+
+def _look(outer: weakref.ref[OuterSteps], *step: Any) -> Any:
+    return None if (one := outer()) is None else one._look(*step)
 
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
@@ -629,36 +669,3 @@ class DiLoCo(OuterSteps):
         self, ddp: Synchronizing, optimizer: Optimizer, *, every: int, lr: float = 0.7, momentum: float = 0.9
     ) -> None:
         super().__init__(ddp, optimizer, every=every, lr=lr, momentum=momentum)
-
-
-class _LoadedParameters:
-    """Notes the parameters that ``load_state_dict()`` loads; a class, so that modules can be pickled."""
-
-    def __init__(self) -> None:
-        # By the identity of a parameter: the digest of its values before, how often it was loaded since then, and the
-        # list of missing keys of the last load, which comes to a tied parameter several times.
-        self.digests: dict[int, tuple[int, int, object]] = {}
-        self.assigned: set[int] = set()  # those of these in whose place another one was loaded
-
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-        metadata, _, missing, *_ = rest
-        for name, parameter in module.named_parameters(recurse=False):
-            if prefix + name in state and not parameter.is_meta:
-                before, count, last = self.digests.get(id(parameter)) or (digest_of(parameter), 0, None)
-                self.digests[id(parameter)] = before, count + (missing is not last), missing
-                if metadata.get("assign_to_params_buffers"):
-                    self.assigned.add(id(parameter))
-
-    def clear(self) -> None:
-        self.digests.clear()
-        self.assigned.clear()
-
-    def take(self, parameter: nn.Parameter) -> bool:
-        """Whether it was loaded; not if it has got back what it had before, as after an evaluation of other values.
-
-        If it is loaded once, and no other was loaded in its place, what it had may be what all ranks load.
-        """
-        before, count, _ = self.digests.pop(id(parameter), (0, 0, None))
-        is_once = count == 1 and id(parameter) not in self.assigned
-        self.assigned.discard(id(parameter))
-        return is_once or (count > 0 and digest_of(parameter) != before)

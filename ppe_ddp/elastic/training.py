@@ -189,7 +189,7 @@ class ElasticTraining:
             if not is_loss(error):
                 raise
             logger.warning("%s; the step is taken again by those that are left", str(error).split(". ")[0])
-            self._again()
+            self._again(error)
 
     def _check_model(self) -> None:
         """Refuse what is lost with a rank, or what a process that joins would not get."""
@@ -230,10 +230,13 @@ class ElasticTraining:
                 self._void(error)
 
     @uncompiled_hook
-    def _again(self) -> None:
-        """Average the gradients in ``.grad`` over the remaining ranks."""
+    def _again(self, failure: Exception) -> None:
+        """Average the gradients in ``.grad`` over the remaining ranks; raises gloo's ``failure`` if none has left."""
+        names = set(self.names)
         while True:
             self._begin()
+            if type(failure) is RuntimeError and names <= set(self.names):
+                raise failure
             try:
                 self._model.finish_grad_sync()
                 return
@@ -434,6 +437,8 @@ class ElasticTraining:
         self._broadcast(content, source)
         if length[1]:
             if committed[quorum.rank] < 0:
+                self.end()
+                self._disconnect()
                 raise UnusableError(f"{self._membership.name}: {content.numpy().tobytes().decode()}")
             return
         if quorum.rank == source:
@@ -453,17 +458,20 @@ class ElasticTraining:
 
         state = mapped(receive, self._loaded(content))
         if joins:
-            for name, part in self._parts.items():
-                part.load_state_dict(state["parts"][name])
-            with torch.no_grad():
-                for name, own in self._transient_buffers().items():
-                    value = state["buffers"].get(name)
-                    if value is not None and value.shape == own.shape:  # the first step tells of others
-                        own.copy_(value)
-            self._reducer.synchronizer.note_buffers()
-            self._memory.take(state["memory"])
-            drawn = {kind: state["random"][kind] for kind in drawn_alike(quorum.words)}
-            set_random_states(random_states() | drawn)
+            self._take_state(state, quorum)
+
+    def _take_state(self, state: Mapping[str, Any], quorum: Quorum) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state["parts"][name])
+        with torch.no_grad():
+            for name, own in self._transient_buffers().items():
+                value = state["buffers"].get(name)
+                if value is not None and value.shape == own.shape:  # the first step tells of others
+                    own.copy_(value)
+        self._reducer.synchronizer.note_buffers()
+        self._memory.take(state["memory"])
+        drawn = {kind: state["random"][kind] for kind in drawn_alike(quorum.words)}
+        set_random_states(random_states() | drawn)
 
     def _packed(self, large: list[Tensor]) -> tuple[bytes, str]:
         """The state to send, less the ``large`` tensors, which go by themselves; or a text if it cannot be loaded."""
@@ -472,15 +480,15 @@ class ElasticTraining:
         state = {"parts": parts, "buffers": buffers, "random": random_states(), "memory": self._memory.common()}
         try:
             return dump_plain(mapped(functools.partial(_take_large, large), state)), ""
-        except TypeError:
-            for name, part in parts.items():
-                try:
-                    dump_plain(part)
-                except TypeError as error:
-                    text = f"the state of part {name!r}, which a process that joins needs, cannot be sent: {error}"
-                    logger.warning("%s: %s", self._membership.name, text)
-                    return text.encode(), text
-            raise
+        except TypeError as error:
+            text = f"a state that a process that joins needs cannot be sent: {error}"
+        for name, part in parts.items():
+            try:
+                dump_plain(mapped(functools.partial(_take_large, []), part))
+            except TypeError as error:
+                text = f"the state of part {name!r}, which a process that joins needs, cannot be sent: {error}"
+        logger.warning("%s: %s", self._membership.name, text)
+        return text.encode(), text
 
     def _loaded(self, content: Tensor) -> Any:
         """Load what another rank has saved, onto the device that this rank has in place of that one's."""

@@ -451,10 +451,11 @@ class Synchronizer(ABC):
                         negotiation.check(with_buffers=with_buffers)
             except (PeerAbortedError, CommunicationError) as error:
                 # Those who have given a step up come here as well, those who have given this call up do not.
-                is_over = isinstance(error, CommunicationError) and not (error.is_late and error.phase != COMPARE)
-                if is_over:
+                if error.phase == COMPARE or (isinstance(error, CommunicationError) and not error.is_late):
                     told = [groups.fail(error, COMPARE) for groups in self._these(only)]
-                    raise next(filter(None, told), error) from error
+                    if (instead := next(filter(None, told), None)) is not None:
+                        raise instead from error
+                    raise
                 for groups in self.groups:  # or another rank, which has closed all, would wait for this one
                     groups.fail(error, "")
             else:

@@ -421,7 +421,8 @@ class Failures:
             if lost:
                 late = self.lost_error(list(lost.values()), f"rank {found} has found")
             late.is_late = own is not None and not late.is_final
-            late.phase = late.phase or next(failure.phase for failure in failures if failure.lost)
+            if own is not None:
+                late.phase = next(failure.phase for failure in failures if failure.lost)
             return late
         first = min(failures, key=lambda failure: failure.step)
         trace = f"\nThe last lines of rank {first.rank}'s traceback:\n{first.trace}" if first.trace else ""

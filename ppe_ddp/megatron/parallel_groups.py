@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -241,10 +241,9 @@ class CopiesOfParameters(Copies):
             if groups is not None:
                 self._parallel.all_reduce(groups, tensor, op)
 
-    def note_optimizer(self, names: Iterable[str]) -> None:
+    def note_optimizer(self, names: Collection[str], ended: Collection[str]) -> None:
         kept, own = self._parallel.optimizer_of, set(names)
-        replaced = {kept[name] for name in own & kept.keys()}  # they cannot step any more
-        others = {name: number for name, number in kept.items() if number not in replaced}
+        others = {name: number for name, number in kept.items() if name not in own.union(ended)}
         self._parallel.optimizer_of = {**others, **dict.fromkeys(own, 1 + max(kept.values(), default=0))}
 
     def check_scaling(self) -> None:

@@ -170,11 +170,13 @@ class DistributedOptimizer(Optimizer):
     def _take_over(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put master weights in the place of the parameters in ``groups``, without those that are frozen."""
         given = {id(parameter) for group in groups for parameter in group["params"]} & self._index.keys()
+        ended: list[str] = []  # the names of parameters whose optimizers cannot step any more
         for other in set(self._everyone) - {self}:
             taken = [master for master in other._masters if id(master.shard.parameter) in given]
             if lost := optimizer_state.in_groups(taken, other._inner):
                 other._lost = lost[-1].shard.name
-            other._masters.forget([master for master in taken if master not in lost])  # of groups that were removed
+                ended += [master.shard.name for master in other._masters if other._model is self._model]
+            other._forget([master for master in taken if master not in lost])  # of groups that were removed
         watched: dict[str, Callable[[], list[str]]] = {}
         kept = {master.index: master for master in self._masters}  # of groups that were removed, which go on
         for group in groups:
@@ -192,10 +194,18 @@ class DistributedOptimizer(Optimizer):
             numbers = partial(optimizer_state.hyper_parameters, group)  # it may outlive the optimizer on some ranks
             watched |= {f"the optimizer of {master.shard.name!r}, ...": numbers for master in masters}
             self._masters.extend(master for master in masters if master.index not in kept)
-        self._model.copies.note_optimizer(master.shard.name for master in self._masters)
+        self._model.copies.note_optimizer([master.shard.name for master in self._masters], ended)
         first = self._masters[0].shard.name if self._masters else "nothing"
         titles = optimizer_state.described(self._inner, self._masters, self._dtype)
         self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles, watched=watched)
+
+    def _forget(self, masters: Sequence[MasterWeight]) -> None:
+        if masters:
+            self._flat_step.separate()
+        self._masters.forget(masters)
+        for master in masters:
+            self._inner.state.pop(master.weight, None)
+            master.weight.grad = None
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}

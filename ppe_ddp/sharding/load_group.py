@@ -112,7 +112,8 @@ class LoadGroup:
         except RuntimeError as error:
             advice = "Every rank must call it; look for the first traceback of all ranks."
             if self._has_failed:
-                advice = "A call before has failed, which closes a process group of torch: start the job anew."
+                advice = "A call before has failed, which closes a process group of torch: start the job anew, or, "
+                advice += "with ppe_ddp.elastic, take the next step."
             self._has_failed = True
             instead = None if self._processes is None else self._processes.explained(error)
             if instead is not None:

@@ -18,7 +18,7 @@ order of its memory if that is dense (``channels_last`` too), else in the order 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -105,8 +105,8 @@ class Copies:
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
 
-    def note_optimizer(self, names: Iterable[str]) -> None:  # here, all ranks have the same optimizers
-        """Note that a distributed optimizer was made for the parameters with these ``names``."""
+    def note_optimizer(self, names: Collection[str], ended: Collection[str]) -> None:  # here, ranks have the same ones
+        """Note that a distributed optimizer was made for the parameters ``names``; those of ``ended`` step no more."""
 
     def has_inf(self) -> bool:
         """Whether this rank has infinity or NaN in gradients of another optimizer, with which this one is skipped."""
