@@ -76,7 +76,8 @@ class Options:
             a millisecond for 32 MB. If a rank finds some, all raise
             :class:`~ppe_ddp.errors.NonFiniteGradientError`, which names ranks and parameters, and ``.grad`` is what
             each has computed. With ``"skip"`` they log it instead, and no parameter has a gradient in this step on any
-            rank. On a GPU the host waits for the gradients. Under ``LocalSGD`` and ``DiLoCo`` each rank does so alone.
+            rank. On a GPU the host waits for the gradients. Under ``LocalSGD`` and ``DiLoCo`` each rank does this
+            by itself, for its own step, and clears its gradients.
         check_drift: Compare the bits of the ranks' parameters, a hundredth of their memory in each synchronized
             backward. If they differ, a warning on rank 0 and on the ranks that differ names ranks and parameters. With
             ``"raise"`` the backward raises :class:`~ppe_ddp.errors.DisagreementError` on every rank, with the averages

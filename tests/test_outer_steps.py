@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 from collections import deque
@@ -1032,7 +1033,7 @@ def test_steps_that_torch_takes_to_describe_an_optimizer_are_not_counted(method)
 
 @pytest.mark.parametrize(
     ("method", "assigns", "saves"),
-    [(LocalSGD, False, False), (LocalSGD, True, True), (DiLoCo, False, True), (DiLoCo, True, False)],
+    [*((LocalSGD, False, False), (LocalSGD, True, True)), *itertools.product([DiLoCo], [False, True], [False, True])],
 )
 @on_two_ranks
 def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
@@ -1059,29 +1060,32 @@ def test_an_evaluation_of_other_values_changes_nothing(method, assigns, saves):
 
 
 @pytest.mark.parametrize(
-    ("how", "check", "aborts", "method"),
+    ("how", "check", "after", "method"),
     [
-        *(("loop", True, True, DiLoCo), ("loop", True, False, LocalSGD), ("loop", "skip", False, DiLoCo)),
-        *(("closure", True, True, LocalSGD), ("closure", "skip", False, LocalSGD)),
-        *(("two optimizers", True, False, DiLoCo), ("two optimizers", "skip", False, LocalSGD)),
+        *(("loop", True, "aborts", DiLoCo), ("loop", True, "", LocalSGD), ("loop", "skip", "", DiLoCo)),
+        *(("closure", True, "aborts", LocalSGD), ("closure", "skip", "", LocalSGD)),
+        *(("two optimizers", True, "", DiLoCo), ("two optimizers", "skip", "", LocalSGD)),
+        *(("two optimizers", True, "leaves", DiLoCo), ("two optimizers", True, "aborts", LocalSGD)),
+        *(("two optimizers, no forward", True, "leaves", DiLoCo), ("two optimizers, no forward", True, "", LocalSGD)),
     ],
 )
 @on_two_ranks
-def test_a_rank_with_nan_leaves_its_inner_step_out(how, check, aborts, method):
+def test_a_rank_with_nan_leaves_its_inner_step_out(how, check, after, method):
     rank, twins, told = dist.get_rank(), [], 0
+    aborts, leaves = after == "aborts", after == "leaves"
     for bad in (None, 4):
         net = seeded(mlp, 8, 16, 4)
         wrapper = DistributedDataParallel(net, check_for_nan_in_grad=check)
-        layers = [net[0], net[2]] if how == "two optimizers" else [net]
+        layers = [net[0], net[2]] if "two" in how else [net]
         optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in layers]
         method(wrapper, optimizers[-1], every=EVERY)
 
-        def backward(step, bad=bad, wrapper=wrapper):
+        def backward(step, bad=bad, wrapper=wrapper, net=net):
             wrapper.zero_grad()
             inputs = data(4, 8, rank=rank, step=step)
             if rank == 0 and step == bad:
                 inputs[0, 0] = torch.nan
-            wrapper(inputs).square().sum().backward()
+            (net if "no forward" in how else wrapper)(inputs).square().sum().backward()
             if rank == 0 and step == 4 and bad is None:
                 wrapper.zero_grad()  # the other twin leaves it out by hand
 
@@ -1096,10 +1100,12 @@ def test_a_rank_with_nan_leaves_its_inner_step_out(how, check, aborts, method):
                     told += 1
                     if aborts:
                         wrapper.abort_grad_sync()
+                    if aborts or leaves:
+                        break
         assert same_on_all_ranks(net)
         twins.append(list(net.parameters()))
     assert all(map(torch.equal, *twins))
-    assert told == (len(optimizers) if check is True and rank == 0 else 0)
+    assert told == (0 if check == "skip" or rank else 1 if after else len(optimizers))
 
 
 @on_two_ranks

@@ -100,7 +100,8 @@ class OuterSteps:
         self._restored: set[str] = set()  # names in a loaded state; their parameters may be loaded later
         self._is_connected = ddp._reducer is not None
         self._is_stepping = False  # whether the optimizer is in a step, which may call a closure several times
-        self._has_failed = False  # whether the last call has failed, in a step that was counted
+        self._has_failed = False  # whether the last call was an outer step that has failed, which was counted
+        self._counted_by: Optimizer | None = None  # which NaN has kept from a step; that was counted there
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         self._all.add(self)
@@ -223,7 +224,6 @@ class OuterSteps:
         self._restored.clear()
         self._is_stepping = of_optimizer
 
-    @uncompiled
     def _look(
         self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -231,11 +231,16 @@ class OuterSteps:
 
         Gradients that a closure computes are looked at behind it.
         """
+        in_use = self._ddp._outer_steps
+        if self not in in_use or any(optimizer is one._optimizer for one in in_use if one is not self):
+            return None  # that one looks
         updated = set(parameters_of(optimizer))
         own = {name: one for name, one in self._parameters().items() if one in updated}
         # A fused optimizer skips by itself where a GradScaler has found inf.
         if not own or is_trial_step() or hasattr(optimizer, "found_inf"):
             return None
+        if self._counted_by is optimizer:  # which takes its next step
+            self._counted_by = None
         given = arguments[1] if arguments[1:] else keywords.get("closure")
         if not callable(given):
             self._check_finite(optimizer, own)
@@ -264,15 +269,13 @@ class OuterSteps:
         if self._ddp._options.check_for_nan_in_grad == "skip":
             logger.warning("%s; it leaves that step out", text)
             return
-        advice = "take the steps of the other optimizers all the same, or call abort_grad_sync() to leave them out, too"
-        if optimizer is self._optimizer:
-            advice = "it counts, so go on with the next one"
+        if self._counted_by is None:
             for one in self._of_optimizer:
                 one._is_stepping = False
             _count_all(self._of_optimizer)
             for one in self._of_optimizer:
-                one._has_failed = True  # abort_grad_sync() counts it no more
-        error = NonFiniteGradientError(f"{text}: {advice}")
+                one._counted_by = optimizer
+        error = NonFiniteGradientError(f"{text}, which counts: go on with the next one, or load a checkpoint")
         error.job_rank = rank
         raise error
 
@@ -283,7 +286,7 @@ class OuterSteps:
         What is replaced, or has another name, may be so for this forward only (``functional_call``), and what is loaded
         in ``eval()`` for an evaluation only.
         """
-        self._has_failed = False
+        self._has_failed, self._counted_by = False, None
         if not self._is_stepping:
             self._forwards += 1
             if self._forwards >= self._every:
@@ -294,10 +297,14 @@ class OuterSteps:
         if self._averages or self._next or (listed is self._listed and not is_loaded):
             return  # what has arrived is written first, before the next step
         self._listed = listed
+        self._note_new(self._parameters(), with_loaded=is_loaded)
+
+    def _note_new(self, parameters: Mapping[str, nn.Parameter], *, with_loaded: bool) -> None:
+        """Note what was unfrozen, added or loaded, but not what is in place of another parameter."""
         known = {parameter: name for name, (parameter, _) in self._last.items()}
-        for name, parameter in self._parameters().items():
+        for name, parameter in parameters.items():
             if self._last.get(name, (parameter,))[0] is parameter and known.get(parameter, name) == name:
-                self._note(name, parameter, with_loaded=is_loaded)
+                self._note(name, parameter, with_loaded=with_loaded)
 
     def _begin_connected(self) -> None:
         """Begin anew from the parameters of rank 0, which all ranks have got as they connected."""
@@ -337,7 +344,7 @@ class OuterSteps:
             raise error
 
     @torch.no_grad()
-    def _remember(self, *, with_loaded: bool = True) -> None:
+    def _remember(self) -> None:
         """Copy parameters that were unfrozen, replaced or loaded since the last outer step, as its values."""
         self._update()
         for module in self.module.modules():
@@ -347,9 +354,8 @@ class OuterSteps:
         parameters = self._parameters()
         self._follow(parameters)
         for name, parameter in parameters.items():
-            self._note(name, parameter, with_loaded=with_loaded)
-        if with_loaded:
-            self._loaded.clear()
+            self._note(name, parameter)
+        self._loaded.clear()
 
     def _note(self, name: str, parameter: nn.Parameter, *, with_loaded: bool = True) -> None:
         known = self._last.get(name)
@@ -374,6 +380,9 @@ class OuterSteps:
         self._is_stepping = False
         if self._of_optimizer[:1] != [self] or is_trial_step():
             return  # the first OuterSteps of the optimizer counts for all
+        if self._counted_by is not None:
+            _end_counted(self._of_optimizer)
+            return
         try:
             _count_all(self._of_optimizer)
         except BaseException:
@@ -394,7 +403,9 @@ class OuterSteps:
     def leave_out(self) -> None:
         """Count an inner step that this rank leaves out; not if an outer step has just failed, which was counted."""
         has_failed, self._has_failed, self._is_stepping = self._has_failed, False, False
-        if not has_failed:
+        if self._counted_by is not None:
+            _end_counted(self._of_optimizer)
+        elif not has_failed:
             self.count()
 
     def count(self) -> None:
@@ -554,14 +565,21 @@ class OuterSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the parameters and momenta at the last outer step, and the number of inner steps."""
-        self._remember(with_loaded=False)  # what is loaded may be so for an evaluation only
-        last, parameters = {}, self._parameters()
+        self._update()
+        parameters, last, velocity = self._parameters(), {}, {}
+        self._follow(parameters)
+        self._note_new(parameters, with_loaded=False)
+        # What was loaded, also in place of another parameter, is common to all ranks, or for an evaluation only. It is
+        # returned as it is in the module that is saved beside this, and changes nothing here.
         may_be_loaded = self.module.training or not self.is_between
-        for name, (parameter, value) in self._last.items():
-            if name in parameters:
-                is_loaded = may_be_loaded and name not in self._restored and self._loaded.has(parameter)
-                last[name] = (parameter.detach() if is_loaded else value).clone()  # as in the module beside it
-        velocity = {name: value.clone() for name, value in self._velocity.items() if name in parameters}
+        for name, (known, value) in self._last.items():
+            if (parameter := parameters.get(name)) is None:
+                continue
+            is_other = may_be_loaded and name not in self._restored and known is not parameter
+            is_loaded = may_be_loaded and name not in self._restored and self._loaded.has(parameter)
+            last[name] = (parameter.detach() if is_other or is_loaded else value).clone()
+            if name in self._velocity and not is_other:
+                velocity[name] = self._velocity[name].clone()
         return {"steps": self._steps, "last": last, "velocity": velocity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -587,6 +605,7 @@ class OuterSteps:
         self._restored.difference_update(name for name, one in self._parameters().items() if one in loaded)
 
 
+@uncompiled
 def _look(outer: weakref.ref[OuterSteps], *step: Any) -> Any:
     return None if (one := outer()) is None else one._look(*step)
 
@@ -615,6 +634,11 @@ def _stepping(optimizer: Any) -> Any:
     inner: Any = getattr(optimizer, "optimizer", None)
     is_wrapped = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
     return inner if is_wrapped else optimizer
+
+
+def _end_counted(outer_steps: Sequence[OuterSteps]) -> None:
+    for one in outer_steps:
+        one._counted_by = None
 
 
 @uncompiled
