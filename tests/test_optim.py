@@ -413,12 +413,21 @@ def test_another_optimizer_takes_over_a_group_that_was_removed(dtype):
     plain = [torch.optim.SGD([{"params": theirs[:2]}, {"params": theirs[2:]}], lr=0.1)]
     for step in range(6):
         if step == 2:
-            for one in (optimizers[0], plain[0]):
-                one.param_groups.pop()
+            removed = [one.param_groups.pop() for one in (optimizers[0], plain[0])]
             optimizers.append(DistributedOptimizer(torch.optim.AdamW(ours[2:], lr=0.1), wrapper))
+            plain.append(torch.optim.AdamW(theirs[2:], lr=0.1))
+        if step == 4:
+            for _first, second in (optimizers, plain):
+                second.param_groups.pop()
+            optimizers[0].param_groups.append(removed[0])
+            with pytest.raises(UnusableError, match=r"'2\.weight' is in a group .* that was removed"):
+                optimizers[0].step()
+            optimizers[0].param_groups.pop()
+            for one, group in zip((optimizers[0], plain[0]), removed, strict=True):
+                one.add_param_group(group)
+        if step in (2, 4):
             for master, parameter in zip(theirs[2:], list(twin.parameters())[2:], strict=True):
                 master.data.copy_(parameter)  # another optimizer's masters begin with what the model has
-            plain.append(torch.optim.AdamW(theirs[2:], lr=0.1))
         inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).to(dtype)
         for module in (wrapper, twin):
             module.zero_grad()

@@ -48,6 +48,7 @@ class MasterWeight:
         own, dtype = self.own(), torch.promote_types(shard.parameter.dtype, dtype)
         self.is_alias = own.dtype == dtype and is_dense(shard.parameter, shard.spec)
         self.weight = nn.Parameter(own if self.is_alias else own.to(dtype, copy=True))
+        self.weight.master_of = shard.parameter  # type: ignore[attr-defined]  # add_param_group() takes a removed group
 
     def own(self) -> Tensor:
         """This rank's part of the current parameter: a view of its memory if that is dense, else a copy."""

@@ -131,6 +131,7 @@ class DistributedOptimizer(Optimizer):
         self._stays_unscaled = False  # it unscales no others, as the step behind that has raised
         self._is_stepping, self._last_step, self._has_begun, self._has_ended = False, -1, False, False
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
+        self._forgotten: list[tuple[weakref.ref[Tensor], str]] = []  # as _lost, of groups that had been removed
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
@@ -206,6 +207,17 @@ class DistributedOptimizer(Optimizer):
         for master in masters:
             self._inner.state.pop(master.weight, None)
             master.weight.grad = None
+            self._forgotten.append((weakref.ref(master.weight), master.shard.name))
+
+    def _check_groups(self) -> None:
+        """Refuse a removed group that was put back by hand when another DistributedOptimizer had taken it over."""
+        if forgotten := {id(weight): name for one, name in self._forgotten if (weight := one()) is not None}:
+            weights = chain.from_iterable(group["params"] for group in self._inner.param_groups)
+            if name := next((forgotten[id(weight)] for weight in weights if id(weight) in forgotten), None):
+                raise UnusableError(
+                    f"{name!r} is in a group of param_groups that was removed, and that another DistributedOptimizer "
+                    "has taken over since: remove it there, and give it back by add_param_group()"
+                )
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -249,12 +261,13 @@ class DistributedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters that the model had when this optimizer was made, and that are in no group now.
 
-        A group that was removed from ``param_groups`` will do: its master weights stand for their parameters.
+        A group that was removed from ``param_groups``, also from another one's, will do: its master weights stand for
+        their parameters.
         """
         given = [given] if isinstance(given := param_group["params"], torch.Tensor) else list(given)
-        own = {id(master.weight): master.shard.parameter for master in self._masters}
         names = [one[:1] if isinstance(one, tuple) else () for one in given]  # pairs have names, as in torch
-        parameters = [own.get(id(p), p) for p in (one[1] if isinstance(one, tuple) else one for one in given)]
+        weights = [one[1] if isinstance(one, tuple) else one for one in given]
+        parameters = [getattr(one, "master_of", one) for one in weights]
         self._check_known(parameters)
         taken = {master.index for master in optimizer_state.in_groups(self._masters, self._inner)}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
@@ -342,6 +355,7 @@ class DistributedOptimizer(Optimizer):
                 f"the parameter {self._lost!r} is also in a DistributedOptimizer that was made later, and has all "
                 "averaged gradients since: step that one, or make each of an optimizer of parameters of its own"
             )
+        self._check_groups()
         loss = None if closure is None else self._loss_of(closure)
         is_awaited = True
         try:
@@ -477,6 +491,7 @@ class DistributedOptimizer(Optimizer):
         before, after = state_hooks(self, loads=False)
         communicates = not self._model.has_even_shards and self._model.groups.world_size > 1
         self.synchronize()  # before anything can fail that is told to the other ranks
+        self._check_groups()
         with self._telling(SAVE, but=DisagreementError) if communicates else nullcontext():
             if communicates:
                 self._connect()
