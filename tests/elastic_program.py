@@ -27,6 +27,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -187,9 +188,10 @@ class Ballast:
     def __init__(self, megabytes, seconds):
         self.content, self.seconds = torch.full((megabytes * 250_000,), os.getpid() % 1000.0), seconds
         self._turned = torch.arange(2**18).view(512, 512).bfloat16().t()
+        self.best = None
 
     def state_dict(self):
-        return {"content": self.content, "turned": [self._turned, (self._turned[:2], None)]}
+        return {"content": self.content, "turned": [self._turned, (self._turned[:2], self.best)]}
 
     def load_state_dict(self, state):
         self.content.copy_(state["content"])
@@ -231,6 +233,7 @@ def replica(
     saves_every=0,
     compiled=False,
     collective=False,
+    unsendable=False,
 ):
     if node:
         enter(node)
@@ -247,6 +250,8 @@ def replica(
     optimizer, ballast = optimizer_of(net), Ballast(*ballast)
     torch.manual_seed(os.getpid())
     log("starts", membership.name)
+    if unsendable:
+        net.register_forward_hook(lambda *_: setattr(ballast, "best", np.mean([1.0])))
     if collective:
         net.register_forward_hook(all_reduce_own)
     if fault is not None:
@@ -623,6 +628,9 @@ def main():
     parser.add_argument("--no-restarts", action="store_true")
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--collective", action="store_true", help="call one of the program's own in each forward")
+    parser.add_argument(
+        "--unsendable", action="store_true", help="a part has what cannot be sent; who joins is refused"
+    )
     parser.add_argument("--compiled", action="store_true", help="compile each step")
     parser.add_argument("--saves-every", type=int, default=0, help="steps, for checkpoints")
     parser.add_argument("--buffers", action="store_true", help="compare buffers with those of one process, too")
@@ -665,6 +673,7 @@ def main():
                 "saves_every": options.saves_every,
                 "compiled": options.compiled,
                 "collective": options.collective,
+                "unsendable": options.unsendable,
             }
             job = ElasticJob(folder, engine=options.engine, size=options.size, steps=options.steps, **rest)
             is_cut = any(fault[3] == "cut" for fault in faults.values())
@@ -676,6 +685,9 @@ def main():
         # Who fails in a forward counts as zero in that step.
         replays = not (options.compressed or options.collective or options.engine == "torchft")
         wrong = check(logs, codes, options.steps, replays=replays, with_buffers=options.buffers)
+        refused = [entry[2] for log in logs.values() for entry in log if entry[0] == "late" and "'ballast'" in entry[2]]
+        if options.unsendable and not refused:
+            wrong = wrong or "nobody was refused"
         if wrong:
             bad.append(seed)
             print(f"seed {seed}: {faults}: {wrong} ({folder})", flush=True)

@@ -71,6 +71,10 @@ def test_buffers_are_those_of_a_rank_that_has_used_their_module():
     run("--faults", '{"1": ["mask", 5, false, false]}', "--steps", "8", "--no-restarts", "--size", "3", "--buffers")
 
 
+def test_who_cannot_be_sent_the_state_ends_alone():
+    run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--unsendable")
+
+
 def test_compressors_go_along():
     run("--faults", '{"1": ["vote", 5, true, false]}', "--steps", "150", "--size", "3", "--compressed")
 

@@ -680,6 +680,23 @@ def test_a_step_that_is_compiled_and_that_a_scaler_may_skip():
 
 
 @on_two_ranks
+def test_nan_in_a_step_that_is_compiled():
+    found = []
+    for compiles in (False, True):
+        wrapper = DistributedDataParallel(seeded(nn.Linear, 4, 2), check_for_nan_in_grad="skip")
+        optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+        LocalSGD(wrapper, optimizer, every=2)
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for number in range(6):
+            optimizer.zero_grad()
+            factor = math.nan if number == 2 and dist.get_rank() == 0 else 1.0
+            (factor * wrapper(data(3, 4, step=number)).sum()).backward()
+            step()
+        found.append(wrapper.module.weight)
+    assert torch.equal(*found)
+
+
+@on_two_ranks
 def test_what_was_not_sent_of_gradients_is_not_added_to_parameters_nor_the_reverse():
     module = seeded(mlp, 8, 8)
     wrapper = DistributedDataParallel(module)
@@ -1068,6 +1085,7 @@ WITH_NAN = {
         *(("two", True, "", DiLoCo), ("two", "skip", "", LocalSGD)),
         *(("two", True, "leaves", DiLoCo), ("two", True, "aborts", LocalSGD)),
         *(("two, no forward", True, "leaves", DiLoCo), ("two, no forward", True, "", LocalSGD)),
+        *(("two, a forward between", True, "", LocalSGD), ("two, a forward between", True, "leaves", DiLoCo)),
         *(("two outer steps", True, "", LocalSGD), ("two outer steps", "skip", "", LocalSGD)),
     ],
 }
@@ -1105,6 +1123,8 @@ def leave_nan_out(how, check, after, method):
             if closure is None:
                 backward(step)
             for optimizer in optimizers:
+                if "a forward between" in how:
+                    wrapper(data(4, 8))
                 try:
                     optimizer.step(closure)
                 except NonFiniteGradientError:

@@ -271,10 +271,8 @@ class OuterSteps:
             return
         if self._counted_by is None:
             for one in self._of_optimizer:
-                one._is_stepping = False
+                one._is_stepping, one._counted_by = False, optimizer
             _count_all(self._of_optimizer)
-            for one in self._of_optimizer:
-                one._counted_by = optimizer
         error = NonFiniteGradientError(f"{text}, which counts: go on with the next one, or load a checkpoint")
         error.job_rank = rank
         raise error
@@ -286,7 +284,7 @@ class OuterSteps:
         What is replaced, or has another name, may be so for this forward only (``functional_call``), and what is loaded
         in ``eval()`` for an evaluation only.
         """
-        self._has_failed, self._counted_by = False, None
+        self._has_failed = False
         if not self._is_stepping:
             self._forwards += 1
             if self._forwards >= self._every:
