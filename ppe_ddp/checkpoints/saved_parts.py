@@ -263,7 +263,7 @@ def split_wrappers(
     digests: Sequence[Mapping[str, Sequence[int]]],
     averaging: Sequence[Mapping[str, Sequence[Sequence[int]]]],
 ) -> list[str]:
-    """The wrappers whose ranks have the same parameters where they average, and those of another part elsewhere.
+    """The wrappers of which a parameter is the same where ranks average, and another one elsewhere: parts of a model.
 
     Args:
         parameters: The entries of each wrapper's parameters.
@@ -277,8 +277,12 @@ def split_wrappers(
         groups = {tuple(rank for rank in one[name][0] if rank >= 0) for one in averaging if name in one}
         cut = [entry for entry in entries if len(digests[0].get(entry, ())) > 1]
         values = [{entry: one[entry] for entry in cut or entries if entry in one} for one in digests]
-        are_equal = all(values[rank] == values[group[0]] for group in groups for rank in group)
-        if len(groups) > 1 and are_equal and any(_differ([one.get(entry) for one in values]) for entry in values[0]):
+        equal = [
+            entry
+            for entry in values[0]
+            if all(values[rank].get(entry) == values[group[0]].get(entry) for group in groups for rank in group)
+        ]
+        if len(groups) > 1 and any(_differ([one.get(entry) for one in values]) for entry in equal):
             found.append(name)
     return found
 

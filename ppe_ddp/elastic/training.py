@@ -233,6 +233,8 @@ class ElasticTraining:
     def _again(self, failure: Exception) -> None:
         """Average the gradients in ``.grad`` over the remaining ranks; raises gloo's ``failure`` if none has left."""
         names = set(self.names)
+        if type(failure) is RuntimeError:
+            self._disconnect()  # others may wait for this rank in the default group
         while True:
             self._begin()
             if type(failure) is RuntimeError and names <= set(self.names):

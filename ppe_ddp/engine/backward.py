@@ -459,6 +459,8 @@ class Synchronizer(ABC):
                 for groups in self.groups:  # or another rank, which has closed all, would wait for this one
                     groups.fail(error, "")
             else:
+                for groups in self._these(only):
+                    groups.processes.note_open()  # else this rank would seem to wait, and not to be late
                 return
 
     def postpone(self, backward: Backward, error: BaseException) -> bool:

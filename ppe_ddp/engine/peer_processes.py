@@ -194,7 +194,7 @@ class PeerProcesses:
         self._note_state(_RecordState.CLOSED)
 
     def note_open(self) -> None:
-        """Note that this rank connects again after a failure."""
+        """Note that this rank connects again after a failure, or that a wait outside of a step is over."""
         self._note_state(_RecordState.WORKS)
 
     def _note_state(self, state: _RecordState) -> None:
