@@ -420,7 +420,7 @@ def test_another_optimizer_takes_over_a_group_that_was_removed(dtype):
             for _first, second in (optimizers, plain):
                 second.param_groups.pop()
             optimizers[0].param_groups.append(removed[0])
-            with pytest.raises(UnusableError, match=r"'2\.weight' is in a group .* that was removed"):
+            with pytest.raises(UnusableError, match="a group that was removed, and whose parameters another"):
                 optimizers[0].step()
             optimizers[0].param_groups.pop()
             for one, group in zip((optimizers[0], plain[0]), removed, strict=True):

@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -101,10 +101,11 @@ class OuterSteps:
         self._is_connected = ddp._reducer is not None
         self._is_stepping = False  # whether the optimizer is in a step, which may call a closure several times
         self._has_failed = False  # whether the last call was an outer step that has failed, which was counted
-        self._counted_by: Optimizer | None = None  # which NaN has kept from a step; that was counted there
+        self._bad: NonFiniteGradientError | None = None  # to be raised in the next step of the optimizer
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         self._all.add(self)
+        _look_at_all_steps()
         given, optimizer = optimizer, self._optimizer
         self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
@@ -113,9 +114,6 @@ class OuterSteps:
             optimizer.register_step_pre_hook(lambda *_: self._begin_inner_step(of_optimizer=True)),
             optimizer.register_step_post_hook(lambda *_: self._end_inner_step(optimizer)),
         ]
-        if ddp._options.check_for_nan_in_grad:
-            self._handles.append(register_optimizer_step_pre_hook(partial(_look, weakref.ref(self))))
-            weakref.finalize(self, self._handles[-1].remove)
         self._remember()
         self._of_optimizer = outer_steps = outer_steps_of(optimizer)
         outer_steps.append(self)
@@ -239,8 +237,6 @@ class OuterSteps:
         # A fused optimizer skips by itself where a GradScaler has found inf.
         if not own or is_trial_step() or hasattr(optimizer, "found_inf"):
             return None
-        if self._counted_by is optimizer:  # which takes its next step
-            self._counted_by = None
         given = arguments[1] if arguments[1:] else keywords.get("closure")
         if not callable(given):
             self._check_finite(optimizer, own)
@@ -258,24 +254,35 @@ class OuterSteps:
         return arguments, keywords | {"closure": closure}
 
     def _check_finite(self, optimizer: Optimizer, own: Mapping[str, nn.Parameter]) -> None:
-        """See ``check_for_nan_in_grad``. The other ranks take their steps, so that of this one counts here as well."""
-        if FiniteCheck([*own]).is_fine_alone([*own.values()]):
+        """See ``check_for_nan_in_grad``. The other ranks take their steps, so that of this one counts here as well.
+
+        The optimizer whose steps are counted raises, also for others, so that one error is one step.
+        """
+        is_counted = optimizer is self._optimizer
+        if not FiniteCheck([*own]).is_fine_alone([*own.values()]):
+            bad = [name for name, one in own.items() if not FiniteCheck([name]).is_fine_alone([one])]
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            text = (
+                f"rank {rank}: NaN or infinity in the gradients of {', '.join(bad[:5])}, in a step of this rank alone"
+            )
+            if self._ddp._options.check_for_nan_in_grad == "skip":
+                logger.warning("%s; it leaves that step out", text)
+            else:
+                self._bad = NonFiniteGradientError(f"{text}, which counts: go on with the next one")
+                self._bad.job_rank = rank
+        elif not is_counted or self._bad is None:
             return
-        bad = [name for name, one in own.items() if not FiniteCheck([name]).is_fine_alone([one])]
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        text = f"rank {rank}: NaN or infinity in the gradients of {', '.join(bad[:5])}, in a step of this rank alone"
         for parameter in own.values():
             parameter.grad = None
-        if self._ddp._options.check_for_nan_in_grad == "skip":
-            logger.warning("%s; it leaves that step out", text)
-            return
-        if self._counted_by is None:
+        if is_counted and (error := self._bad) is not None:
+            for other in parameters_of(optimizer):  # also of another wrapper
+                other.grad = None
             for one in self._of_optimizer:
-                one._is_stepping, one._counted_by = False, optimizer
+                one._is_stepping = False
             _count_all(self._of_optimizer)
-        error = NonFiniteGradientError(f"{text}, which counts: go on with the next one, or load a checkpoint")
-        error.job_rank = rank
-        raise error
+            for one in self._of_optimizer:
+                one._has_failed = True  # abort_grad_sync() counts it no more
+            raise error
 
     @torch.no_grad()
     def note_forward(self) -> None:
@@ -378,9 +385,6 @@ class OuterSteps:
         self._is_stepping = False
         if self._of_optimizer[:1] != [self] or is_trial_step():
             return  # the first OuterSteps of the optimizer counts for all
-        if self._counted_by is not None:
-            _end_counted(self._of_optimizer)
-            return
         try:
             _count_all(self._of_optimizer)
         except BaseException:
@@ -401,9 +405,7 @@ class OuterSteps:
     def leave_out(self) -> None:
         """Count an inner step that this rank leaves out; not if an outer step has just failed, which was counted."""
         has_failed, self._has_failed, self._is_stepping = self._has_failed, False, False
-        if self._counted_by is not None:
-            _end_counted(self._of_optimizer)
-        elif not has_failed:
+        if not has_failed:
             self.count()
 
     def count(self) -> None:
@@ -413,7 +415,7 @@ class OuterSteps:
         if self._restored:  # this rank has left the step out, or a scaler has
             self._begin_inner_step()
         self._steps += 1
-        self._has_failed = False
+        self._has_failed, self._bad = False, None
         for one in self._ddp._outer_steps:
             one._forget_others()
         if self._steps % self._every == 0:
@@ -586,7 +588,7 @@ class OuterSteps:
         unknown = sorted({*state["last"], *state["velocity"]} - parameters.keys())
         if unknown:
             raise ValueError(f"the state has parameter {unknown[0]!r}, which the module does not have")
-        self._averages, self._next = {}, None
+        self._averages, self._next, self._bad = {}, None, None
         self._remember()
         self._restored, self._is_connected = {*state["last"]}, True
         self._steps, self._taken = int(state["steps"]), 0
@@ -603,9 +605,18 @@ class OuterSteps:
         self._restored.difference_update(name for name, one in self._parameters().items() if one in loaded)
 
 
+@cache
+def _look_at_all_steps() -> None:
+    register_optimizer_step_pre_hook(_look)
+
+
 @uncompiled
-def _look(outer: weakref.ref[OuterSteps], *step: Any) -> Any:
-    return None if (one := outer()) is None else one._look(*step)
+def _look(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """A hook before the steps of all optimizers; never removed, as torch may be going through its hooks."""
+    for one in list(OuterSteps._all):
+        if one._ddp._options.check_for_nan_in_grad:
+            arguments, keywords = one._look(optimizer, arguments, keywords) or (arguments, keywords)
+    return arguments, keywords
 
 
 def outer_steps_of(optimizer: object) -> list[OuterSteps]:
@@ -632,11 +643,6 @@ def _stepping(optimizer: Any) -> Any:
     inner: Any = getattr(optimizer, "optimizer", None)
     is_wrapped = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
     return inner if is_wrapped else optimizer
-
-
-def _end_counted(outer_steps: Sequence[OuterSteps]) -> None:
-    for one in outer_steps:
-        one._counted_by = None
 
 
 @uncompiled

@@ -231,13 +231,14 @@ class ElasticTraining:
 
     @uncompiled_hook
     def _again(self, failure: Exception) -> None:
-        """Average the gradients in ``.grad`` over the remaining ranks; raises gloo's ``failure`` if none has left."""
-        names = set(self.names)
-        if type(failure) is RuntimeError:
-            self._disconnect()  # others may wait for this rank in the default group
+        """Average the gradients in ``.grad`` over the remaining ranks; raises torch's ``failure`` if none has left."""
+        names, is_own = set(self.names), type(failure) is RuntimeError or isinstance(failure, dist.DistBackendError)
+        if is_own:  # of a collective of the user's, in the default group, where others may wait for this rank
+            self._is_asked = False
+            self._disconnect()
         while True:
             self._begin()
-            if type(failure) is RuntimeError and names <= set(self.names):
+            if is_own and names <= set(self.names):
                 raise failure
             try:
                 self._model.finish_grad_sync()

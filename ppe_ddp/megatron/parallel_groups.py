@@ -241,10 +241,11 @@ class CopiesOfParameters(Copies):
             if groups is not None:
                 self._parallel.all_reduce(groups, tensor, op)
 
-    def note_optimizer(self, names: Collection[str], ended: Collection[str]) -> None:
+    def note_optimizer(self, names: Collection[str], others: Collection[str]) -> None:
         kept, own = self._parallel.optimizer_of, set(names)
-        others = {name: number for name, number in kept.items() if name not in own.union(ended)}
-        self._parallel.optimizer_of = {**others, **dict.fromkeys(own, 1 + max(kept.values(), default=0))}
+        replaced = {kept[name] for name in own & kept.keys()}  # they cannot step any more, but for ``others``
+        go_on = {name: number for name, number in kept.items() if number not in replaced or name in {*others} - own}
+        self._parallel.optimizer_of = {**go_on, **dict.fromkeys(own, 1 + max(kept.values(), default=0))}
 
     def check_scaling(self) -> None:
         fewest, most = self._parallel.optimizers_of_ranks

@@ -17,7 +17,8 @@ steps with the same gradients, since making it costs as much as some steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ppe_ddp.engine.record import EventLog
 from ppe_ddp.engine.zero.shards import Shard, ShardedModel, is_dense
@@ -32,6 +34,7 @@ from ppe_ddp.torch_internals import step_hooks
 
 _LARGEST_BYTES = 16 << 10  # of a small shard; from 32 KB on, copying it takes as long as the saved calls (measured)
 _MOST_BYTES = 512 << 10  # of a flat tensor, so that it stays in the cache: a step passes it and its state ten times
+_PARAMETERS: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()  # references to parameters, by their master weights
 _FEWEST = 4  # shards in a flat tensor
 _IS_SPARSE = torch.Tensor.is_sparse.__get__  # type: ignore[attr-defined]
 # Optimizers whose state has only numbers and tensors like the parameter, and whose step reads nothing else.
@@ -48,7 +51,7 @@ class MasterWeight:
         own, dtype = self.own(), torch.promote_types(shard.parameter.dtype, dtype)
         self.is_alias = own.dtype == dtype and is_dense(shard.parameter, shard.spec)
         self.weight = nn.Parameter(own if self.is_alias else own.to(dtype, copy=True))
-        self.weight.master_of = shard.parameter  # type: ignore[attr-defined]  # add_param_group() takes a removed group
+        _PARAMETERS[self.weight] = weakref.ref(shard.parameter)
 
     def own(self) -> Tensor:
         """This rank's part of the current parameter: a view of its memory if that is dense, else a copy."""
@@ -66,6 +69,12 @@ class MasterWeight:
         """Take the place in memory of the parameter, which other code has moved; be a copy if its memory has holes."""
         self.is_alias = is_dense(self.shard.parameter, self.shard.spec)
         self.weight.data = self.own() if self.is_alias else self.own().clone()
+
+
+def parameter_of(weight: Any) -> Any:
+    """The parameter of a master weight, also of one that is no longer used; anything else itself."""
+    reference = _PARAMETERS.get(weight) if isinstance(weight, Tensor) else None
+    return weight if reference is None or (parameter := reference()) is None else parameter
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:

@@ -26,7 +26,7 @@ from ppe_ddp.engine.zero.parameter_gather import ParameterGather
 from ppe_ddp.engine.zero.shards import Copies, FailedUpdate, ShardedModel
 from ppe_ddp.errors import DisagreementError, NonFiniteGradientError, PeerAbortedError, UnusableError
 from ppe_ddp.optim import optimizer_state
-from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights
+from ppe_ddp.optim.master_weights import FlatStep, MasterWeight, MasterWeights, parameter_of
 from ppe_ddp.optim.scale_check import ScaleCheck, SharedScaleCheck
 from ppe_ddp.torch_internals import leave_out_of_graphs, state_hooks, uncompiled, uncompiled_hook
 
@@ -131,7 +131,6 @@ class DistributedOptimizer(Optimizer):
         self._stays_unscaled = False  # it unscales no others, as the step behind that has raised
         self._is_stepping, self._last_step, self._has_begun, self._has_ended = False, -1, False, False
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
-        self._forgotten: list[tuple[weakref.ref[Tensor], str]] = []  # as _lost, of groups that had been removed
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
         modules = model if isinstance(model, nn.Module) else None
@@ -171,13 +170,14 @@ class DistributedOptimizer(Optimizer):
     def _take_over(self, groups: Sequence[dict[str, Any]]) -> None:
         """Put master weights in the place of the parameters in ``groups``, without those that are frozen."""
         given = {id(parameter) for group in groups for parameter in group["params"]} & self._index.keys()
-        ended: list[str] = []  # the names of parameters whose optimizers cannot step any more
+        others: list[str] = []  # the names of parameters whose optimizers go on
         for other in set(self._everyone) - {self}:
             taken = [master for master in other._masters if id(master.shard.parameter) in given]
             if lost := optimizer_state.in_groups(taken, other._inner):
                 other._lost = lost[-1].shard.name
-                ended += [master.shard.name for master in other._masters if other._model is self._model]
             other._forget([master for master in taken if master not in lost])  # of groups that were removed
+            if other._lost is None and other._model is self._model:
+                others += [master.shard.name for master in other._masters]
         watched: dict[str, Callable[[], list[str]]] = {}
         kept = {master.index: master for master in self._masters}  # of groups that were removed, which go on
         for group in groups:
@@ -195,7 +195,7 @@ class DistributedOptimizer(Optimizer):
             numbers = partial(optimizer_state.hyper_parameters, group)  # it may outlive the optimizer on some ranks
             watched |= {f"the optimizer of {master.shard.name!r}, ...": numbers for master in masters}
             self._masters.extend(master for master in masters if master.index not in kept)
-        self._model.copies.note_optimizer([master.shard.name for master in self._masters], ended)
+        self._model.copies.note_optimizer([master.shard.name for master in self._masters], others)
         first = self._masters[0].shard.name if self._masters else "nothing"
         titles = optimizer_state.described(self._inner, self._masters, self._dtype)
         self._model.require_same(f"the DistributedOptimizer of {first!r}, ...:", *titles, watched=watched)
@@ -207,17 +207,15 @@ class DistributedOptimizer(Optimizer):
         for master in masters:
             self._inner.state.pop(master.weight, None)
             master.weight.grad = None
-            self._forgotten.append((weakref.ref(master.weight), master.shard.name))
 
     def _check_groups(self) -> None:
         """Refuse a removed group that was put back by hand when another DistributedOptimizer had taken it over."""
-        if forgotten := {id(weight): name for one, name in self._forgotten if (weight := one()) is not None}:
-            weights = chain.from_iterable(group["params"] for group in self._inner.param_groups)
-            if name := next((forgotten[id(weight)] for weight in weights if id(weight) in forgotten), None):
-                raise UnusableError(
-                    f"{name!r} is in a group of param_groups that was removed, and that another DistributedOptimizer "
-                    "has taken over since: remove it there, and give it back by add_param_group()"
-                )
+        known = {id(master.weight) for master in self._masters}
+        if any(id(weight) not in known for group in self._inner.param_groups for weight in group["params"]):
+            raise UnusableError(
+                f"rank {dist.get_rank()}: param_groups has a group that was removed, and whose parameters another "
+                "DistributedOptimizer has taken over since: remove it there, and give it back by add_param_group()"
+            )
 
     def _warn_of_left_out(self) -> None:
         taken = {master.index for master in self._masters}
@@ -267,7 +265,7 @@ class DistributedOptimizer(Optimizer):
         given = [given] if isinstance(given := param_group["params"], torch.Tensor) else list(given)
         names = [one[:1] if isinstance(one, tuple) else () for one in given]  # pairs have names, as in torch
         weights = [one[1] if isinstance(one, tuple) else one for one in given]
-        parameters = [getattr(one, "master_of", one) for one in weights]
+        parameters = [parameter_of(one) for one in weights]
         self._check_known(parameters)
         taken = {master.index for master in optimizer_state.in_groups(self._masters, self._inner)}
         again = [self._model.shards[k].name for p in parameters if (k := self._index.get(id(p), -1)) in taken]
@@ -491,8 +489,8 @@ class DistributedOptimizer(Optimizer):
         before, after = state_hooks(self, loads=False)
         communicates = not self._model.has_even_shards and self._model.groups.world_size > 1
         self.synchronize()  # before anything can fail that is told to the other ranks
-        self._check_groups()
         with self._telling(SAVE, but=DisagreementError) if communicates else nullcontext():
+            self._check_groups()
             if communicates:
                 self._connect()
             for hook in before:
@@ -518,6 +516,7 @@ class DistributedOptimizer(Optimizer):
         before, after = state_hooks(self, loads=True)
         state_dict = dict(state_dict)  # which a hook may change
         with self._telling(LOAD, but=DisagreementError):
+            self._check_groups()
             self._connect()
             for hook in before:
                 state_dict = state_dict if (another := hook(self, state_dict)) is None else another

@@ -105,8 +105,8 @@ class Copies:
         groups = self._groups
         groups.failures.wait(dist.all_reduce(tensor, op, group=groups.buckets, async_op=True), tensor.device)
 
-    def note_optimizer(self, names: Collection[str], ended: Collection[str]) -> None:  # here, ranks have the same ones
-        """Note that a distributed optimizer was made for the parameters ``names``; those of ``ended`` step no more."""
+    def note_optimizer(self, names: Collection[str], others: Collection[str]) -> None:  # here, ranks have the same
+        """Note that a distributed optimizer was made for the parameters ``names``; those of ``others`` go on."""
 
     def has_inf(self) -> bool:
         """Whether this rank has infinity or NaN in gradients of another optimizer, with which this one is skipped."""
