@@ -365,9 +365,13 @@ def remove_in_backward_hooks(parameter: Tensor) -> None:
 
 
 def step_hooks(optimizer: Optimizer) -> int:
-    """The number of hooks that a step of ``optimizer`` calls: its own, and those for all optimizers."""
+    """The number of hooks that a step of ``optimizer`` calls: its own, and those for all optimizers.
+
+    Without those for all optimizers that have the attribute ``skips_master_weights``.
+    """
     own = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    return own + len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    before = sum(not hasattr(hook, "skips_master_weights") for hook in _global_optimizer_pre_hooks.values())
+    return own + before + len(_global_optimizer_post_hooks)
 
 
 def state_hooks(optimizer: Optimizer, *, loads: bool) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -105,7 +105,8 @@ class OuterSteps:
         self._is_stopped = False
         self._later: str | None = None  # the class of a later one that averages the same parameters
         self._all.add(self)
-        _look_at_all_steps()
+        if ddp._options.check_for_nan_in_grad:
+            _look_at_all_steps()
         given, optimizer = optimizer, self._optimizer
         self._refuse_shared(outer_steps_of(optimizer))
         ddp.train_apart()
@@ -262,9 +263,7 @@ class OuterSteps:
         if not FiniteCheck([*own]).is_fine_alone([*own.values()]):
             bad = [name for name, one in own.items() if not FiniteCheck([name]).is_fine_alone([one])]
             rank = dist.get_rank() if dist.is_initialized() else 0
-            text = (
-                f"rank {rank}: NaN or infinity in the gradients of {', '.join(bad[:5])}, in a step of this rank alone"
-            )
+            text = f"rank {rank}: NaN or infinity in gradients of {', '.join(bad[:5])}, in a step of this rank alone"
             if self._ddp._options.check_for_nan_in_grad == "skip":
                 logger.warning("%s; it leaves that step out", text)
             else:
@@ -607,6 +606,7 @@ class OuterSteps:
 
 @cache
 def _look_at_all_steps() -> None:
+    vars(_look)["skips_master_weights"] = True
     register_optimizer_step_pre_hook(_look)
 
 
