@@ -154,13 +154,27 @@ class OuterOracle:
                 pass
         for handle in handles:
             handle.remove()
-        if step.updates:
+        # A scaler leaves such a step out by itself.
+        has_nan = step.updates and program.wrapping.looks_for_nan and copy.scaler is None and self._leave_nan_out(copy)
+        if step.updates and not (has_nan and program.wrapping is Wrapping.CHECKED):
             inner_step(copy.parameters, copy.inner, copy.scaler)
         here = f"rank {rank}, step {number}"
         if (copy.begun is None) != (result.begun is None):
             raise Unsound(f"{here}: the optimizer has begun with {result.begun}, and should with {copy.begun}")
         if copy.begun is not None:
             raise_where(f"{here}, at its begin", differences(result.begun, copy.begun, exact=self.is_exact))
+
+    def _leave_nan_out(self, copy):
+        """Clear the gradients of each wrapper in which one is not finite, or of all where that is an error; has any?"""
+        trained, table, has_nan = {*copy.parameters}, copy.models.table, False
+        wrappers = {name.split(".")[1] for name in table if name.startswith("parts.")}
+        for wrapper in wrappers:
+            own = [one for name, one in table.items() if name.startswith(f"parts.{wrapper}.") and one in trained]
+            if not all(bool(one.grad.to_dense().isfinite().all()) for one in own if one.grad is not None):
+                has_nan = True
+                for one in trained if self.program.wrapping is Wrapping.CHECKED else own:
+                    one.grad = None
+        return has_nan
 
     def _check_outer_step(self, place, wrapper, given):
         """Compare one outer step of a wrapper."""
