@@ -125,11 +125,6 @@ def _meet(wrapper: Any, *, has_met: bool) -> None:
         wrapper._ready()
 
 
-def _communication(rank: int, name: str) -> str:
-    """The name of the entry with the state of a wrapper's communication on this rank."""
-    return of_rank(rank, f"communication.{name}")
-
-
 def _communication_of(wrapper: Any) -> Any:
     return None if has_no_engine(wrapper) else wrapper.comm_state_dict()
 
@@ -275,7 +270,7 @@ class Checkpointer:
         self._parts = {name: part_of(name, what, rank) for name, what in parts.items()}
         self._of_rank: list[SavedPart] = [
             RankPart(entry, partial(_communication_of, what), partial(_load_communication, what), may_lack=True)
-            for entry, what in ((_communication(rank, name), what) for name, what in self._wrappers.items())
+            for entry, what in ((of_rank(rank, f"communication.{name}"), what) for name, what in self._wrappers.items())
         ]
         self._differing = Differing(rank)
         # Last, as loading other parts may draw random numbers.

@@ -130,6 +130,7 @@ class DistributedOptimizer(Optimizer):
         self._unscaled_in: int | None = None  # the synchronization whose averages a GradScaler has unscaled
         self._stays_unscaled = False  # it unscales no others, as the step behind that has raised
         self._is_stepping, self._last_step, self._has_begun, self._has_ended = False, -1, False, False
+        self._has_forgotten = False  # whether a later one has taken over groups that had been removed
         self._lost: str | None = None  # the name of a parameter that a later DistributedOptimizer has taken over
         self._flat_step = FlatStep(optimizer, hooks=1)
         optimizer.register_step_pre_hook(partial(_refuse_other_steps, weakref.ref(self)))
@@ -202,6 +203,7 @@ class DistributedOptimizer(Optimizer):
 
     def _forget(self, masters: Sequence[MasterWeight]) -> None:
         if masters:
+            self._has_forgotten = True
             self._flat_step.separate()
         self._masters.forget(masters)
         for master in masters:
@@ -210,6 +212,8 @@ class DistributedOptimizer(Optimizer):
 
     def _check_groups(self) -> None:
         """Refuse a removed group that was put back by hand when another DistributedOptimizer had taken it over."""
+        if not self._has_forgotten:  # a step looks at no weight then
+            return
         known = {id(master.weight) for master in self._masters}
         if any(id(weight) not in known for group in self._inner.param_groups for weight in group["params"]):
             raise UnusableError(
